@@ -1,0 +1,1 @@
+"""Decode workers: receive K and V and generate tokens in graph mode."""

@@ -1,0 +1,1 @@
+"""Moving K and V pages from prefill to decode workers."""

@@ -1,0 +1,1 @@
+"""Prefill workers: compute prompts and stream their K and V away."""

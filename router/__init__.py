@@ -1,0 +1,1 @@
+"""The public server: admission, placement and the life of a request."""

@@ -1,0 +1,1 @@
+"""Paged K and V: groups, pools, page ownership, prefix reuse."""

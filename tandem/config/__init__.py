@@ -1,0 +1,1 @@
+"""The configuration tree, how it is loaded, and its JSON Schema."""

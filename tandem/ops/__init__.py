@@ -1,0 +1,1 @@
+"""Named operations, each with a pure torch reference and a native form."""

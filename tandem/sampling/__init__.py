@@ -1,0 +1,1 @@
+"""Drawing tokens and deciding when to stop."""

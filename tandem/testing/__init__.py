@@ -1,0 +1,1 @@
+"""Seeded models and doubles for tests of Tandem and of code built on it."""

@@ -1,0 +1,1 @@
+"""Finding, checking and reading a model's files."""
