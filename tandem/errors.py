@@ -21,7 +21,8 @@
         |-- ShapeMismatch
         `-- TokenizerError
 
-Every field goes through ``super().__init__``: Ray carries exceptions between processes by pickling ``args``.
+Every field goes through ``super().__init__``: Ray carries exceptions between processes by pickling
+``args``.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides (or multiplies, when negative) logits of tokens seen in prompt or output (arXiv:1909.05858)."""
+    """Divides logits of tokens seen in prompt or output, or multiplies negative ones.
+
+    arXiv:1909.05858, section 4.1.
+    """
     presence_penalty: float = 0.0
     """Subtracted once from logits of tokens seen in the output."""
     frequency_penalty: float = 0.0
@@ -80,7 +83,7 @@ class TokenLogprobs:
     """Log-probabilities at one output position; all values finite."""
 
     logprob: float
-    """Of the chosen token, under the distribution before temperature and filters, after penalties and bias."""
+    """Of the chosen token: after penalties and bias, before temperature and filters."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, logprob) of the most likely tokens, best first."""
 
@@ -111,7 +114,7 @@ class OutputChunk:
     """Position of the first of ``token_ids`` in the output."""
     token_ids: tuple[int, ...]
     text: str
-    """Text that became final with these tokens; the concatenation over all chunks is the whole text."""
+    """Text that became final with these tokens; all chunks' texts joined are the whole text."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per token when asked for, else empty."""
     finish_reason: FinishReason | None = None

@@ -13,7 +13,7 @@ ITEM_BYTES: dict[CacheDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheGroup:
-    """One buffer of the cache, ``[num_layers, num_pages, page_tokens, *token_shape]``, contiguous."""
+    """One contiguous buffer ``[num_layers, num_pages, page_tokens, *token_shape]`` of the cache."""
 
     name: str
     num_layers: int

@@ -1,4 +1,4 @@
-"""The memory that K and V pages live in: one buffer per group, in shared memory where the system has it."""
+"""The memory that K and V pages live in: one buffer per group, shared where the system can."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _TORCH_DTYPES = {
 class PageBuffer:
     """One group's buffer as bytes, for transports.
 
-    Page ``p`` of layer ``l`` is ``memory[group.page_offset_bytes(l, p, num_pages):][:group.page_bytes]``.
+    Page ``p`` of layer ``l`` is the ``group.page_bytes`` bytes of ``memory`` from
+    ``group.page_offset_bytes(l, p, num_pages)`` on.
     """
 
     group: CacheGroup
@@ -36,7 +37,7 @@ class PageBuffer:
 
 
 class KVPool:
-    """Zeroed page buffers for every group; page 0 is the target of padded rows and never a request's."""
+    """Zeroed page buffers for every group; page 0 takes padded rows and is never a request's."""
 
     def __init__(self, groups: Sequence[CacheGroup], num_pages: int) -> None:
         """Allocate and touch all pages, so that no request pays for first use.

@@ -1,9 +1,14 @@
-"""The whole configuration as one frozen tree. Each field's docstring is its documentation and its schema description."""
+"""The whole configuration as one frozen tree.
+
+Each field's docstring is its documentation and its schema description.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from tandem.config.ranges import Bytes, Count, CountOrAuto, Limit, Port, Range, Seconds
 
 Mode = Literal["disaggregated", "colocated"]
 WeightsDtype = Literal["auto", "float32", "bfloat16"]
@@ -24,7 +29,7 @@ class ModelConfig:
     """The name that requests use; empty takes the last part of `name`."""
     dtype: WeightsDtype = "auto"
     """Precision of weights, K and V; auto is float32 on the CPU."""
-    max_context_tokens: int = 0
+    max_context_tokens: CountOrAuto = 0
     """Prompt and output together; 0 takes the model's own limit."""
 
 
@@ -32,7 +37,7 @@ class ModelConfig:
 class CacheConfig:
     """Pages of K and V, alike on both sides."""
 
-    page_tokens: int = 16
+    page_tokens: Count = 16
     """Tokens in one page."""
     prefix_reuse: bool = True
     """Keep finished prompts' pages and reuse them for prompts with the same beginning."""
@@ -44,19 +49,19 @@ class RouterConfig:
 
     host: str = "127.0.0.1"
     """Address the gRPC server binds; loopback unless set."""
-    port: int = 50051
+    port: Port = 50051
     """Port of the gRPC server; 0 takes a free one."""
-    registry_port: int = 0
+    registry_port: Port = 0
     """Port at which workers join; 0 takes a free one."""
-    max_running_requests: int = 256
+    max_running_requests: Count = 256
     """Requests being served at once; more wait in the queue."""
-    max_queued_requests: int = 1024
+    max_queued_requests: Count = 1024
     """Requests waiting at most; more are refused with a retry delay."""
-    worker_wait_s: float = 10.0
+    worker_wait_s: Seconds = 10.0
     """How long a request waits for a live worker before it ends UNAVAILABLE."""
-    heartbeat_interval_s: float = 1.0
+    heartbeat_interval_s: Seconds = 1.0
     """How often each worker reports."""
-    heartbeat_timeout_s: float = 5.0
+    heartbeat_timeout_s: Seconds = 5.0
     """A worker that is silent for this long gets no more requests and its running ones end."""
 
 
@@ -64,21 +69,21 @@ class RouterConfig:
 class LimitsConfig:
     """Upper bounds checked before any work is done."""
 
-    default_max_tokens: int = 256
+    default_max_tokens: Count = 256
     """Output tokens when the request does not say."""
-    max_text_bytes: int = 1_048_576
+    max_text_bytes: Bytes = 1_048_576
     """Bytes of prompt text or chat messages."""
-    max_message_bytes: int = 16_777_216
+    max_message_bytes: Annotated[int, Range(minimum=1, maximum=2_147_483_647)] = 16_777_216
     """Bytes of one gRPC message, on every hop."""
-    max_stop_strings: int = 16
+    max_stop_strings: Limit = 16
     """Stop strings in one request."""
-    max_stop_bytes: int = 1024
+    max_stop_bytes: Bytes = 1024
     """Bytes of one stop string."""
-    max_stop_token_ids: int = 256
+    max_stop_token_ids: Limit = 256
     """Stop token ids in one request."""
-    max_logit_bias: int = 1024
+    max_logit_bias: Limit = 1024
     """Entries of logit_bias in one request."""
-    max_top_logprobs: int = 20
+    max_top_logprobs: Limit = 20
     """top_logprobs of one request."""
 
 
@@ -86,17 +91,20 @@ class LimitsConfig:
 class PrefillConfig:
     """Prefill workers."""
 
-    replicas: int = 1
+    replicas: Count = 1
     """Number of prefill workers."""
-    num_pages: int = 0
-    """Pages of K and V per worker; 0 takes what `max_context_tokens` needs twice over, within memory."""
-    threads: int = 0
+    num_pages: CountOrAuto = 0
+    """Pages of K and V per worker.
+
+    0 takes what `model.max_context_tokens` needs twice over, within memory.
+    """
+    threads: CountOrAuto = 0
     """Compute threads per worker; 0 shares the machine's cores among its workers."""
-    chunk_tokens: int = 256
-    """Tokens computed in one forward pass, over all prompts in the batch; a multiple of the page."""
-    max_batch_requests: int = 8
+    chunk_tokens: Count = 256
+    """Tokens computed in one forward pass over all prompts in it; a multiple of the page."""
+    max_batch_requests: Count = 8
     """Prompts in one forward pass at most."""
-    max_queued_requests: int = 256
+    max_queued_requests: Count = 256
     """Prompts waiting in one worker; more are refused."""
 
 
@@ -104,21 +112,27 @@ class PrefillConfig:
 class DecodeConfig:
     """Decode workers."""
 
-    replicas: int = 1
+    replicas: Count = 1
     """Number of decode workers."""
-    num_pages: int = 0
-    """Pages of K and V per worker; 0 takes what `max_context_tokens` needs twice over, within memory."""
-    threads: int = 0
+    num_pages: CountOrAuto = 0
+    """Pages of K and V per worker.
+
+    0 takes what `model.max_context_tokens` needs twice over, within memory.
+    """
+    threads: CountOrAuto = 0
     """Compute threads per worker; 0 shares the machine's cores among its workers."""
     graph: GraphMode = "auto"
-    """Replay captured steps: on fails without a compiler, auto falls back to eager with a warning, off is eager."""
-    buckets: tuple[int, ...] = (1, 2, 4, 8)
+    """Replay captured steps.
+
+    on fails without a compiler, auto falls back to eager with a warning, off is eager.
+    """
+    buckets: tuple[Count, ...] = (1, 2, 4, 8)
     """Batch sizes that are captured, ascending; larger batches are split."""
-    max_running_requests: int = 64
+    max_running_requests: Count = 64
     """Requests being decoded at once in one worker."""
-    max_queued_requests: int = 256
+    max_queued_requests: Count = 256
     """Requests waiting for pages in one worker; more are refused."""
-    max_unread_chunks: int = 64
+    max_unread_chunks: Count = 64
     """Chunks a slow reader may leave unread before its request pauses."""
 
 
@@ -130,13 +144,13 @@ class TransferConfig:
     """shm copies through shared memory on one host, tcp works everywhere, auto picks per pair."""
     host: str = "127.0.0.1"
     """Address that decode workers bind for K and V; loopback unless set."""
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: Seconds = 5.0
     """Connecting and agreeing on the layout."""
-    idle_timeout_s: float = 30.0
-    """A connection with a transfer under way and no byte or sign of life for this long is given up."""
-    lease_s: float = 120.0
+    idle_timeout_s: Seconds = 30.0
+    """A connection with a transfer under way and no sign of life for this long is given up."""
+    lease_s: Seconds = 120.0
     """A reservation whose transfer has not completed by then is released."""
-    credit_bytes: int = 16_777_216
+    credit_bytes: Bytes = 16_777_216
     """Bytes under way per connection at most."""
     checksum: bool = True
     """Verify each frame's bytes with xxh3."""
@@ -149,10 +163,10 @@ class RayConfig:
     address: str = ""
     """Address of a running cluster; empty starts a local one."""
     auth_mode: RayAuthMode = "token"
-    """Ray's own authentication; token draws one for a local cluster unless RAY_AUTH_TOKEN is set."""
-    object_store_bytes: int = 100_000_000
-    """Object store of a local cluster; Tandem puts nothing in it."""
-    start_timeout_s: float = 600.0
+    """Ray's own authentication; token draws one for a local cluster if RAY_AUTH_TOKEN is unset."""
+    object_store_bytes: Annotated[int, Range(minimum=78_643_200)] = 100_000_000
+    """Object store of a local cluster; Tandem puts nothing in it, and this is near Ray's least."""
+    start_timeout_s: Seconds = 600.0
     """How long workers may take to load and become ready."""
 
 
@@ -164,7 +178,7 @@ class WorkersConfig:
     """Address that workers' gRPC servers bind; loopback unless set."""
     device: Device = "auto"
     """Where models run."""
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: Seconds = 30.0
     """How long a stopping worker lets running requests finish."""
 
 
@@ -181,7 +195,10 @@ class TandemConfig:
     """Root of the tree."""
 
     mode: Mode = "disaggregated"
-    """disaggregated runs prefill and decode apart; colocated runs both in each worker, for comparison."""
+    """How the two phases are placed.
+
+    disaggregated runs prefill and decode apart; colocated runs both in each worker, for comparison.
+    """
     model: ModelConfig = field(default_factory=ModelConfig)
     """Which model is served."""
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -1,0 +1,9 @@
+"""``python -m launcher`` is ``tandem``."""
+
+from __future__ import annotations
+
+import sys
+
+from launcher.cli import main
+
+sys.exit(main())
