@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates and streaming detokenization."""
+"""Text to token ids and back."""
