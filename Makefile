@@ -17,12 +17,11 @@ help: ## List the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(READY) ## Virtual environment in .venv with the tested set of dependencies
+	@:
 
 $(READY): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null \
-		|| { echo "Python was not found: install Python 3.11 or newer, or set PYTHON=/path/to/python"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), Tandem needs 3.11 or newer: set PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		|| { echo "$(PYTHON) is missing or older than 3.11: install Python 3.11 or newer, or run make PYTHON=/path/to/python"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 		|| { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	@echo "Setting up $(VENV) (some minutes the first time)"

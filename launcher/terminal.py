@@ -7,6 +7,7 @@ import sys
 from rich.console import Console
 
 STDERR = Console(stderr=True, highlight=False)
+STDOUT = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def write_out(text: str) -> None:
