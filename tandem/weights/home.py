@@ -45,6 +45,23 @@ def need_disk_space(folder: Path, num_bytes: int, what: str) -> None:
         )
 
 
+def need_memory(num_bytes: int, what: str) -> None:
+    """Refuse to begin what would drive the machine out of memory, where the system tells.
+
+    Raises:
+        WeightsError: less than ``num_bytes`` of memory is available.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return
+    available = next((line for line in lines if line.startswith("MemAvailable:")), None)
+    if available is not None and (has := int(available.split()[1]) << 10) < num_bytes:
+        raise WeightsError(
+            what, f"needs {num_bytes >> 20} MiB of memory and {has >> 20} MiB are available"
+        )
+
+
 def make_folder(path: Path) -> Path:
     """Create ``path`` with its parents.
 

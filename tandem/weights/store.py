@@ -10,8 +10,11 @@ from tandem.errors import TokenizerError, WeightsError
 from tandem.models.spec import ModelSpec, token_ids
 from tandem.weights.checkpoint import checkpoint_digest, read_json, read_shards
 from tandem.weights.home import Progress, silent, tandem_home
+from tandem.weights.llama_tensors import check_llama_tensors
+from tandem.weights.prepared import prepared_path, read_manifest, remembered_sha256, unpack_once
+from tandem.weights.pull import KNOWN_MODELS, pull
 
-__all__ = ["ModelFolder", "Progress", "open_folder", "prepare", "silent", "tandem_home"]
+__all__ = ["ModelFolder", "Progress", "open_folder", "prepare", "pull", "silent", "tandem_home"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,25 +28,49 @@ class ModelFolder:
     spec: ModelSpec
     weights_digest: str
     """Equal for equal weights; compared by both ends of a K/V transfer."""
+    weights_bytes: int = 0
+    """Bytes of all tensors as they are stored."""
 
 
 def prepare(name: str, progress: Progress = silent) -> ModelFolder:
-    """Make a model ready to load.
+    """Make a model ready to load: download, check and unpack what has not been before.
 
     Args:
-        name: a folder with config.json, tokenizer.json and safetensors.
+        name: a known model's name, a folder with config.json, tokenizer.json and safetensors, or
+            a .gguf file.
         progress: told about every step that may take longer than a second.
 
     Returns:
         The folder to load from.
 
     Raises:
-        WeightsError: the name means nothing, or the model's files cannot be used.
+        WeightsError: the name means nothing, the download fails, the model's files cannot be used,
+            or disk or memory do not suffice.
     """
+    if name in KNOWN_MODELS:
+        return _prepare_known(name, progress)
     path = Path(name).expanduser()
     if path.is_dir():
         return open_folder(path.resolve())
-    raise WeightsError(name, "is neither a model folder nor a .gguf file")
+    if path.suffix == ".gguf" and path.is_file():
+        source = path.resolve()
+        folder = unpack_once(source, remembered_sha256(source, progress), progress)
+        return open_folder(folder, path.stem)
+    known = ", ".join(sorted(KNOWN_MODELS))
+    raise WeightsError(name, f"is no model folder, no .gguf file and no known name ({known})")
+
+
+def _prepare_known(name: str, progress: Progress) -> ModelFolder:
+    expected = KNOWN_MODELS[name].sha256
+    if read_manifest(prepared_path(expected)) is None:
+        source = pull(name, progress)
+        found = remembered_sha256(source, progress)
+        if found != expected:
+            raise WeightsError(
+                str(source), f"has sha256 {found}, not {expected}; remove it and start again"
+            )
+        unpack_once(source, expected, progress)
+    return open_folder(prepared_path(expected), name)
 
 
 def open_folder(path: Path, name: str = "") -> ModelFolder:
@@ -66,11 +93,18 @@ def open_folder(path: Path, name: str = "") -> ModelFolder:
             str(path / "tokenizer.json"), "is missing; other tokenizer files are not read"
         )
     shards = read_shards(path)
+    tensors = {name: entry for shard in shards for name, entry in shard.tensors.items()}
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    check_llama_tensors(spec, shapes, str(path))
+    manifest = read_manifest(path)
     return ModelFolder(
         path=path,
         name=name or path.name,
         spec=_with_generation_config(spec, path / "generation_config.json"),
-        weights_digest=checkpoint_digest(config_path.read_bytes(), shards),
+        weights_digest=manifest.weights_digest
+        if manifest
+        else checkpoint_digest(config_path.read_bytes(), shards),
+        weights_bytes=sum(entry.num_bytes for entry in tensors.values()),
     )
 
 
