@@ -6,8 +6,11 @@ import secrets
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tandem.config.resolve import ResolvedConfig
+from tandem.config.tree import TandemConfig
 from tandem.errors import WorkerError
 from tandem.pb import generate_pb2, worker_pb2
+from tandem.weights.store import ModelFolder
 
 Role = Literal["prefill", "decode"]
 State = Literal["ready", "draining", "unreachable"]
@@ -28,6 +31,20 @@ class ModelIdentity:
     dtype: str
     vocab_size: int
     max_context_tokens: int
+
+
+def model_identity(
+    config: TandemConfig, folder: ModelFolder, resolved: ResolvedConfig
+) -> ModelIdentity:
+    """The identity of ``folder`` as this cluster serves it."""
+    return ModelIdentity(
+        name=config.model.served_name or folder.name,
+        architecture=folder.spec.architecture,
+        weights_digest=folder.weights_digest,
+        dtype=resolved.dtype,
+        vocab_size=folder.spec.vocab_size,
+        max_context_tokens=resolved.max_context_tokens,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
