@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from launcher.commands import config, generate, model, status
+from launcher.commands import config, generate, model, serve, status
 from launcher.terminal import complain
 from tandem import __version__
 from tandem.errors import ConfigError, ServingError
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, status, model, config):
+    for command in (serve, generate, status, model, config):
         command.add_to(commands)
     return parser
 

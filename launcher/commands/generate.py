@@ -131,11 +131,16 @@ def _readable(prompt: str) -> str:
 
 
 def run_call(call: Coroutine[Any, Any, None], address: str) -> int:
-    """Run something that calls a server; says in one line with what status a call failed."""
+    """Run something that calls a server; says in one line with what status it failed."""
+    return asyncio.run(complain_about_call(call, address))
+
+
+async def complain_about_call(call: Coroutine[Any, Any, None], address: str) -> int:
+    """Await something that calls a server; the exit code."""
     import grpc.aio
 
     try:
-        asyncio.run(call)
+        await call
     except grpc.aio.AioRpcError as error:
         hint = ""
         if error.code() is grpc.StatusCode.UNAVAILABLE:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from launcher.progress import progress_report
+from launcher.progress import show_steps
 from launcher.terminal import write_out
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     """Download a model unless it is there."""
     from tandem.weights.store import pull
 
-    with progress_report() as progress:
+    with show_steps() as progress:
         path = pull(arguments.name, progress)
     write_out(f"{path}\n")
     return 0
@@ -41,7 +41,7 @@ def run_info(arguments: argparse.Namespace) -> int:
     """Print what a model's files say."""
     from tandem.weights.store import prepare
 
-    with progress_report() as progress:
+    with show_steps() as progress:
         folder = prepare(arguments.name, progress)
     shown = as_json(folder)
     if arguments.json:

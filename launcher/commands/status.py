@@ -10,6 +10,8 @@ from launcher.commands.generate import add_address_argument, message_fields, run
 from launcher.terminal import STDOUT, write_out
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tandem.pb import generate_pb2
 
 _TIMEOUT_S = 10.0
@@ -36,7 +38,7 @@ async def _status(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_out(json.dumps(as_json(status)) + "\n")
     else:
-        show(status)
+        show(status, STDOUT)
 
 
 def as_json(status: generate_pb2.GetStatusResponse) -> dict[str, object]:
@@ -46,7 +48,7 @@ def as_json(status: generate_pb2.GetStatusResponse) -> dict[str, object]:
     }
 
 
-def show(status: generate_pb2.GetStatusResponse) -> None:
+def show(status: generate_pb2.GetStatusResponse, console: Console) -> None:
     """Show a status as a table."""
     from rich.table import Table
 
@@ -69,8 +71,8 @@ def show(status: generate_pb2.GetStatusResponse) -> None:
             str(worker.transfers_pending),
             worker.graph,
         )
-    STDOUT.print(
+    console.print(
         f"Tandem {status.version}, {status.mode}: {status.requests_running} requests running, "
         f"{status.requests_queued} queued"
     )
-    STDOUT.print(table)
+    console.print(table)

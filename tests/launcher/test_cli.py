@@ -24,6 +24,7 @@ COMMANDS = {
     "tandem model": {"verb"},
     "tandem model pull": {"NAME"},
     "tandem model info": {"NAME", "--json"},
+    "tandem serve": CONFIGURED | {"--address", "--model", "--port", "--first", "--once"},
     "tandem status": {"--address", "--json"},
     "tandem generate": {
         "--address", "--prompt", "--chat", "--model", "--max-tokens", "--temperature", "--top-k",
