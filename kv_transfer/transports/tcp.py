@@ -1,0 +1,152 @@
+"""K/V over TCP: payloads go from the sender's pages to the socket and from it into pages."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from kv_transfer.transport import (
+    ConnectionLost,
+    InFrame,
+    OutFrame,
+    RegisteredMemory,
+    Span,
+)
+from kv_transfer.transports.stream import IOV_MAX, SocketAcceptor, SocketStream
+from kv_transfer.wire import HEADER_BYTES, check_frame, decode_header, encode_frame
+from tandem.cache.pool import PageBuffer
+
+_SINK_BYTES = 1 << 18
+_BACKLOG = 128
+
+
+class TcpTransport:
+    """See `kv_transfer.transport.Transport`."""
+
+    scheme = "tcp"
+
+    def __init__(self, host: str, silence_timeout_s: float) -> None:
+        """Bind ``host`` when listening.
+
+        Args:
+            host: address of one interface, or of all.
+            silence_timeout_s: a peer whose kernel acknowledges nothing for this long is lost.
+        """
+        self._host = host
+        self._silence_timeout_s = silence_timeout_s
+        self._memory = RegisteredMemory(())
+
+    def register(self, buffers: Sequence[PageBuffer]) -> None:
+        """Keep the buffers as sources and destinations."""
+        self._memory = RegisteredMemory(buffers)
+
+    def listen(self) -> TcpListener:
+        """Listen on a free port of the configured address."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        sock = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
+        return TcpListener(sock, self)
+
+    def reaches(self, endpoint: str) -> bool:
+        """Any TCP endpoint may be reachable."""
+        return endpoint.startswith("tcp://")
+
+    def connect(self, endpoint: str, timeout_s: float) -> TcpConnection:
+        """Connect to ``tcp://host:port``."""
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if not port.isdecimal():
+            raise ConnectionLost(f"not a TCP endpoint: {endpoint}")
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+        except TimeoutError:
+            raise
+        except (OSError, OverflowError) as error:
+            raise ConnectionLost(f"{endpoint}: {error}") from None
+        return self.adopt(sock)
+
+    def adopt(self, sock: socket.socket) -> TcpConnection:
+        """Set a connected socket up for frames."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        silence_s = max(1, round(self._silence_timeout_s))
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_s * 1000)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, silence_s // 3))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, silence_s // 3))
+        return TcpConnection(SocketStream(sock), self._memory)
+
+
+class TcpListener:
+    """See `kv_transfer.transport.Listener`."""
+
+    def __init__(self, sock: socket.socket, transport: TcpTransport) -> None:
+        host, port = sock.getsockname()[:2]
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostbyname(socket.gethostname())
+        self.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._acceptor = SocketAcceptor(sock)
+        self._transport = transport
+
+    def accept(self) -> TcpConnection:
+        """Wait for a sender."""
+        while True:
+            sock = self._acceptor.accept()
+            try:
+                return self._transport.adopt(sock)
+            except OSError:  # reset before it was set up
+                sock.close()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._acceptor.close()
+
+
+class TcpConnection:
+    """See `kv_transfer.transport.Connection`."""
+
+    pull = False
+
+    def __init__(self, stream: SocketStream, memory: RegisteredMemory) -> None:
+        self._stream = stream
+        self._memory = memory
+        self._sink = memoryview(bytearray(_SINK_BYTES))
+        self.set_deadline = stream.set_deadline
+        self.shutdown = stream.shutdown
+        self.close = stream.close
+
+    def share_sources(self) -> None:
+        """Payloads travel in the frames; there is nothing to share."""
+
+    def accept_sources(self) -> None:
+        """Payloads travel in the frames; there is nothing to accept."""
+
+    def write(self, frames: Sequence[OutFrame]) -> None:
+        """Send headers, bodies and pages in as few calls as they fit."""
+        parts: list[bytes | memoryview] = []
+        for frame in frames:
+            parts.append(encode_frame(frame.header, frame.body))
+            parts.extend(self._memory.view(span) for span in frame.spans)
+        self._stream.send(parts)
+
+    def read(self, max_body_bytes: int) -> InFrame:
+        """Receive a header and its body; the payload stays in the socket."""
+        raw = self._stream.receive(HEADER_BYTES)
+        header, body_bytes = decode_header(raw, max_body_bytes)
+        body = self._stream.receive(body_bytes) if body_bytes else b""
+        check_frame(raw, body)
+        return InFrame(header=header, body=body, payload=self)
+
+    def place(self, spans: Sequence[Span]) -> int:
+        """Receive into pages what is there."""
+        return self._stream.receive_now([self._memory.view(span) for span in spans[:IOV_MAX]])
+
+    def discard(self, nbytes: int) -> int:
+        """Receive into the sink what is there."""
+        return self._stream.receive_now([self._sink[: min(nbytes, _SINK_BYTES)]])
+
+    def wait(self) -> None:
+        """Wait for bytes."""
+        self._stream.wait_readable()
+
+    def confirm(self) -> None:
+        """The kernel copied the bytes when they were written: nothing can have changed."""

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.layout import KVLayout
+from kv_transfer.testing import GROUPS, MakePair, layout_of, make_pair
+from kv_transfer.transports.shm import shared_memory_problem
+
+
+def _skip_without(transport: str) -> None:
+    if transport == "shm" and (problem := shared_memory_problem(())):
+        pytest.skip(problem)
+
+
+@pytest.fixture(params=["inproc", "inproc-pull", "tcp", "shm"])
+def any_pair(request: pytest.FixtureRequest) -> MakePair:
+    """Every transport in turn."""
+    _skip_without(request.param)
+    return lambda **settings: make_pair(request.param, **settings)
+
+
+@pytest.fixture(params=["inproc", "inproc-pull"])
+def inproc_pair(request: pytest.FixtureRequest) -> MakePair:
+    return lambda **settings: make_pair(request.param, **settings)
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def socket_pair(request: pytest.FixtureRequest) -> MakePair:
+    _skip_without(request.param)
+    return lambda **settings: make_pair(request.param, **settings)
+
+
+@pytest.fixture
+def mha_layout() -> KVLayout:
+    return layout_of(GROUPS["mha"])
