@@ -43,7 +43,10 @@ class TokenBytes:
     def __getitem__(self, token_id: int) -> bytes:
         found = self._known.get(token_id)
         if found is None:
-            found = self._known[token_id] = self._convert(self._to_token(token_id) or "")
+            token = self._to_token(token_id)
+            if token is None:
+                return b""
+            found = self._known[token_id] = self._convert(token)
         return found
 
     def _convert(self, token: str) -> bytes:

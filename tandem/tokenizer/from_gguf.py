@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
@@ -96,6 +97,11 @@ def tokenizer_files(metadata: Mapping[str, Any], file: str) -> dict[str, str]:
     bos, eos = reader.named_token("bos", tokens), reader.named_token("eos", tokens)
     adds_bos = reader.flag("tokenizer.ggml.add_bos_token", default=pre.adds_bos)
     adds_eos = reader.flag("tokenizer.ggml.add_eos_token", default=False)
+    for name, token, adds in (("bos", bos, adds_bos), ("eos", eos, adds_eos)):
+        if adds and token is None:
+            raise reader.wrong(
+                f"tokenizer.ggml.{name}_token_id", f"is missing, but add_{name}_token is set"
+            )
     tokenizer = _build(reader, tokens, pre)
     tokenizer.post_processor = _post_processor(
         tokenizer, bos if adds_bos else None, eos if adds_eos else None
@@ -138,8 +144,8 @@ class _Reader:
         types = self.metadata.get("tokenizer.ggml.token_type")
         if types is None:
             return [1] * count
-        if isinstance(types, str | list) or len(types) != count:
-            raise self.wrong("tokenizer.ggml.token_type", f"must hold {count} numbers")
+        if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or len(types) != count:
+            raise self.wrong("tokenizer.ggml.token_type", f"must hold {count} integers")
         return [int(kind) for kind in types]
 
     def named_token(self, name: str, tokens: Sequence[str]) -> str | None:

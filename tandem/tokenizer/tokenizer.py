@@ -55,7 +55,8 @@ class Tokenizer:
         self.bos_token_id = folder.spec.bos_token_id
         if self.bos_token_id is None:
             self.bos_token_id = self._named_id(settings.get("bos_token"))
-        self._prepends_bos = settings.get("add_bos_token") is True
+        self._library_adds_bos = tokenizer.encode("").ids[:1] == [self.bos_token_id]
+        self._settings_add_bos = settings.get("add_bos_token") is True
         self._rules = _fallback_rules(tokenizer, folder.path / "tokenizer.json")
         self._token_bytes = TokenBytes(tokenizer.id_to_token, self._special)
 
@@ -69,8 +70,8 @@ class Tokenizer:
 
         Args:
             text: any text; may be empty.
-            add_special_tokens: add what the tokenizer adds around every text. A tokenizer whose
-                settings say `add_bos_token` gets exactly one BOS at the front.
+            add_special_tokens: add what the tokenizer adds around every text. Where that is a
+                BOS in front, a text that is written with one gets no second.
 
         Returns:
             The ids, each below the model's vocabulary size.
@@ -104,19 +105,24 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            text.encode("utf-8")
         except UnicodeEncodeError as problem:
             raise RequestError(field, f"is not valid Unicode: {problem.reason}") from problem
-        ids: list[int] = encoding.ids
-        bos = self.bos_token_id
-        if add_special_tokens and self._prepends_bos and bos is not None and ids[:1] != [bos]:
-            ids.insert(0, bos)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self.bos_token_id is not None:
+            ids = self._with_bos(ids, self.bos_token_id)
         if self.vocab_size > self._model_vocab_size:
             unknown = next((token for token in ids if token >= self._model_vocab_size), None)
             if unknown is not None:
                 token = self._tokenizer.id_to_token(unknown)
                 raise RequestError(field, f"holds {token!r}, which the model has no embedding for")
         return ids
+
+    def _with_bos(self, ids: list[int], bos: int) -> list[int]:
+        """Add BOS where only the settings ask for it; keep one where library and text both did."""
+        if self._library_adds_bos:
+            return ids[1:] if ids[:2] == [bos, bos] else ids
+        return [bos, *ids] if self._settings_add_bos and ids[:1] != [bos] else ids
 
     def _named_id(self, named: Any) -> int | None:
         """Id of a token that tokenizer_config.json names, as a string or as {"content": string}."""

@@ -179,7 +179,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(str(index), "has no weight_map")
     for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+        if not isinstance(name, str) or not name or Path(name).name != name or "\\" in name:
             raise WeightsError(str(index), f"names {name!r}, which is no file name in this folder")
     return weight_map
 

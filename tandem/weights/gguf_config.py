@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +11,14 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from tandem.errors import WeightsError
-from tandem.models.spec import KNOWN_ARCHITECTURES, RopeSpec
+from tandem.models.spec import KNOWN_ARCHITECTURES, RopeSpec, positive_number
 from tandem.weights.gguf_file import GgufFile, MetadataValue
 
 ROPE_FACTORS_NAME = "rope_freqs.weight"
 """A tensor that Llama 3.1 files carry instead of the parameters of its rotary scaling."""
 
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_Single = int | float | bool | str
 _NO_TOKEN = (-1, 2**32 - 1)
 _LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -82,25 +82,26 @@ class _Metadata:
     def wrong(self, key: str, problem: str) -> WeightsError:
         return WeightsError(self.file, f"{key} {problem}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def single(self, key: str, default: _Single | None = None) -> _Single:
         value = self.values.get(key, default)
         if value is None:
             raise self.wrong(key, "is missing")
+        if not isinstance(value, _Single):
+            raise self.wrong(key, "must be one value, not a list (such as one per layer)")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.single(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-            raise self.wrong(key, "must be one positive integer (not one per layer)")
+            raise self.wrong(key, f"must be a positive integer, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key, default)
-        if value is None:
-            raise self.wrong(key, "is missing")
-        if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
-            raise self.wrong(key, "must be a finite number above 0")
-        return value
+        return positive_number(self.single(key, default), key, self.file)
 
     def token_id(self, name: str) -> int | None:
         key = f"tokenizer.ggml.{name}"
-        value = self.values.get(key, -1)
+        value = self.single(key, -1)
         if value in _NO_TOKEN:
             return None
         if not isinstance(value, int) or not 0 <= value < 2**31:
@@ -109,22 +110,22 @@ class _Metadata:
 
 
 def _check_kind(reader: _Metadata) -> None:
-    architecture = reader.values.get("general.architecture")
+    architecture = reader.single("general.architecture")
     if architecture not in KNOWN_ARCHITECTURES:
         known = ", ".join(KNOWN_ARCHITECTURES)
         raise reader.wrong(
             "general.architecture", f"is {architecture!r}; the supported ones are: {known}"
         )
-    if reader.values.get("llama.expert_count", 0) != 0:
+    if reader.single("llama.expert_count", 0) != 0:
         raise reader.wrong("llama.expert_count", "is set; mixtures of experts are not supported")
-    if reader.values.get("split.count", 1) not in (0, 1):
+    if reader.single("split.count", 1) not in (0, 1):
         raise reader.wrong("split.count", "says that this is one part of several; merge them first")
 
 
 def _rope_scaling(
     reader: _Metadata, file: GgufFile, theta: float, head_dim: int
 ) -> dict[str, Any] | None:
-    kind = reader.values.get("llama.rope.scaling.type", "none")
+    kind = reader.single("llama.rope.scaling.type", "none")
     if kind == "linear":
         factor = reader.number("llama.rope.scaling.factor")
         return {"rope_type": "linear", "factor": factor}
@@ -134,8 +135,9 @@ def _rope_scaling(
         return None
     tensor = file.tensors[ROPE_FACTORS_NAME]
     factors = dequantize(file.rows(tensor), tensor.packing).reshape(-1)
-    scaling = {**_LLAMA3_SCALING, "factor": float(factors.max())}
-    if not _explains(scaling, factors, theta, head_dim):
+    factor = float(factors.max())
+    scaling = {**_LLAMA3_SCALING, "factor": factor}
+    if not factor >= 1 or not _explains(scaling, factors, theta, head_dim):
         raise reader.wrong(ROPE_FACTORS_NAME, "holds factors that no known scaling explains")
     return scaling
 
@@ -144,8 +146,8 @@ def _explains(
     scaling: dict[str, Any], factors: NDArray[np.float32], theta: float, head_dim: int
 ) -> bool:
     """Whether this scaling divides each frequency by exactly the factors that the file carries."""
-    if factors.size != head_dim // 2 or not np.isfinite(factors).all() or factors.min() < 1:
+    if factors.size != head_dim // 2 or not np.isfinite(factors).all():
         return False
     plain = RopeSpec(theta=theta).inverse_frequencies(head_dim)
     scaled = RopeSpec(theta=theta, scaling=json.dumps(scaling)).inverse_frequencies(head_dim)
-    return bool(np.allclose(np.divide(plain, scaled), factors, rtol=1e-3))
+    return bool(np.allclose(np.divide(plain, scaled), factors, rtol=1e-3, atol=0))

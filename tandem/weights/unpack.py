@@ -19,7 +19,7 @@ from tandem.tokenizer.from_gguf import tokenizer_files
 from tandem.weights.gguf_config import ROPE_FACTORS_NAME, hf_config
 from tandem.weights.gguf_file import GgufFile, GgufTensor
 from tandem.weights.home import Progress, need_disk_space, need_memory
-from tandem.weights.llama_tensors import check_llama_tensors, hf_name
+from tandem.weights.llama_tensors import check_llama_tensors, hf_name, llama_tensor_shapes
 
 _BLOCK_ITEMS = 1 << 22
 _ITEM_BYTES = 4
@@ -43,12 +43,15 @@ def unpack_gguf(source: Path, target: Path, progress: Progress) -> None:
     """
     progress(f"reading {source.name}", 0, 0)
     file = GgufFile(source)
+    _check_packings(file)
     config = hf_config(file)
     spec = ModelSpec.from_hf_config(config, str(source))
     tensors = _named_tensors(file)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_llama_tensors(spec, shapes, str(source))
-    _check_packings(file)
+    if extra := sorted(shapes.keys() - llama_tensor_shapes(spec).keys()):
+        problem = f"holds {tensors[extra[0]].name}, which the metadata leaves no place for"
+        raise WeightsError(str(source), problem)
     num_bytes = sum(_ITEM_BYTES * math.prod(shape) for shape in shapes.values())
     need_disk_space(target, num_bytes, f"unpacking {source.name}")
     need_memory(_WORK_BYTES, f"unpacking {source.name}")
@@ -110,7 +113,8 @@ def _float_blocks(
     for first in range(0, len(packed), step):
         chosen = slice(first, first + step) if order is None else order[first : first + step]
         with np.errstate(all="ignore"):
-            yield dequantize(packed[chosen], tensor.packing)
+            block = dequantize(packed[chosen], tensor.packing)
+        yield block
 
 
 def _row_order(name: str, tensor: GgufTensor, spec: ModelSpec) -> NDArray[np.intp] | None:
