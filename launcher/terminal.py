@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TextIO
 
 from rich.console import Console
+
+logger = logging.getLogger(__name__)
 
 STDERR = Console(stderr=True, highlight=False)
 STDOUT = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
+class _Chatter(io.TextIOBase):
+    """Takes what a library prints, for the log."""
+
+    def __init__(self, behind: TextIO) -> None:
+        self.behind = behind
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            logger.debug("%s", text.strip())
+        return len(text)
+
+
+@contextmanager
+def libraries_quiet() -> Iterator[None]:
+    """Keep what libraries print off stdout, which other programs read."""
+    with redirect_stdout(_Chatter(sys.stdout)):
+        yield
+
+
 def write_out(text: str) -> None:
     """Write ``text`` to stdout at once, as it is."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    out = sys.stdout.behind if isinstance(sys.stdout, _Chatter) else sys.stdout
+    out.write(text)
+    out.flush()
 
 
 def complain(problem: str) -> None:

@@ -14,7 +14,7 @@ from launcher.commands.config import add_config_arguments
 from launcher.commands.generate import complain_about_call, stream_answer
 from launcher.commands.status import show
 from launcher.progress import Steps, show_steps
-from launcher.terminal import STDERR, write_out
+from launcher.terminal import STDERR, libraries_quiet, write_out
 from tandem.config.load import load
 from tandem.logs import write_logs
 
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported after the arguments were found right: they take a while.
     from launcher.preflight import prepare_deployment
 
-    with ExitStack() as display:
+    with libraries_quiet(), ExitStack() as display:
         steps = display.enter_context(show_steps())
         plan = prepare_deployment(config, steps)
         steps("starting Ray", 0, 0)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,13 @@ def arguments_of(parser: argparse.ArgumentParser) -> set[str]:
 def test_commands_and_their_arguments_are_these() -> None:
     found = {parser.prog: arguments_of(parser) for parser in parsers(build_parser())}
     assert found == COMMANDS
+
+
+@pytest.mark.parametrize("prog", [prog for prog in COMMANDS if COMMANDS[prog] - {"verb"}])
+def test_every_argument_is_documented(prog: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert prog in page
+    assert all(name in page for name in COMMANDS[prog] - {"COMMAND", "--version"})
 
 
 @pytest.mark.parametrize("prog", COMMANDS)
