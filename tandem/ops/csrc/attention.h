@@ -16,7 +16,7 @@ namespace tandem {
 
 constexpr int kTile = 16;       // keys at a time: one lane each
 constexpr int kRowBlock = 4;    // rows that share one pass over a tile of keys
-constexpr int kMaxRows = 48;    // rows whose state stays in the first-level cache
+constexpr int kMaxRows = 48;    // rows of one kv head: their state stays in the first-level cache
 
 typedef float Scores __attribute__((vector_size(kTile * 4)));
 typedef int32_t ScoreBits __attribute__((vector_size(kTile * 4)));
@@ -25,47 +25,92 @@ typedef float LooseScores __attribute__((vector_size(kTile * 4), aligned(4), may
 inline Scores splat(float value) { return Scores{} + value; }
 
 inline float max_lanes(Scores value) {
-  float best = value[0];
-  for (int lane = 1; lane < kTile; ++lane) best = value[lane] > best ? value[lane] : best;
-  return best;
+  Vec8 halves[2];
+  std::memcpy(halves, &value, sizeof(value));
+  const Vec8 eight = halves[0] > halves[1] ? halves[0] : halves[1];
+  Vec4 quarters[2];
+  std::memcpy(quarters, &eight, sizeof(eight));
+  const Vec4 four = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
+  return std::max(std::max(four[0], four[1]), std::max(four[2], four[3]));
 }
 
-/// One kv head of one layer: where the keys or values of a page lie.
+/// Where the keys or values of one layer lie, from some kv head on.
 template <typename T>
 struct PagedHead {
-  const T* base;         // page 0, token 0, this head
+  const T* base;         // page 0, token 0, the first head
   int64_t page_stride;   // in elements
   int64_t token_stride;  // in elements
   int64_t page_tokens;
 
-  const T* at(const int32_t* page_ids, int64_t position) const {
-    const int64_t page = page_ids[position / page_tokens];
-    return base + page * page_stride + (position % page_tokens) * token_stride;
+  /// Where positions [start, start + kTile) lie; those from `length` on point to `zeros`, because
+  /// their slots may hold anything.
+  void locate(const int32_t* page_ids, int64_t start, int64_t length, const T* zeros,
+              const T** rows) const {
+    int64_t page = start / page_tokens, offset = start % page_tokens;
+    for (int i = 0; i < kTile; ++i) {
+      const bool inside = start + i < length;
+      rows[i] = inside ? base + page_ids[page] * page_stride + offset * token_stride : zeros;
+      if (++offset == page_tokens) {
+        offset = 0;
+        ++page;
+      }
+    }
   }
 };
 
-/// Rows of one sequence and one kv head, and the state of their softmax.
-struct AttentionRows {
-  int count = 0;
-  int64_t stride = 0;  // head_dim rounded up to kTile
-  int64_t lengths[kMaxRows] = {};
-  float maximum[kMaxRows] = {};
-  Scores total[kMaxRows] = {};
-  std::vector<float> memory;
-  float* queries = nullptr;   // [count, stride], scaled
-  float* outputs = nullptr;   // [count, stride]
-  float* keys = nullptr;      // [stride, kTile]: transposed tile
-  float* values = nullptr;    // [kTile, stride]
+/// One tile of a sequence's keys and values.
+template <typename T>
+struct Tile {
+  const T* keys[kTile];
+  const T* values[kTile];
 
-  explicit AttentionRows(int64_t head_dim) {
-    stride = (head_dim + kTile - 1) / kTile * kTile;
-    memory.resize(static_cast<size_t>(2 * (kMaxRows + kTile) * stride + kTile));
-    const auto address = (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t{63};
+  /// Brings both near while the tile before is computed: pages are too far apart for the hardware.
+  void prefetch(int64_t head_dim) const {
+    const int64_t line = 64 / static_cast<int64_t>(sizeof(T));
+    for (int i = 0; i < kTile; ++i) {
+      for (int64_t d = 0; d < head_dim; d += line) {
+        __builtin_prefetch(keys[i] + d, 0, 3);
+        __builtin_prefetch(values[i] + d, 0, 3);
+      }
+    }
+  }
+};
+
+/// Query rows of one sequence, the state of their softmax, and room to work in.
+///
+/// Rows are grouped by kv head: head h has rows [h * per_head, (h + 1) * per_head).
+struct AttentionRows {
+  int heads = 0;
+  int per_head = 0;
+  int64_t stride = 0;  // head_dim rounded up to kTile
+  std::vector<int64_t> lengths;  // keys that a row sees; at least 1
+  std::vector<float> maximum;
+  std::vector<Scores> total;
+  float* queries = nullptr;  // [rows, stride], scaled
+  float* outputs = nullptr;  // [rows, stride]
+  float* keys = nullptr;     // [stride, kTile]: a tile, transposed
+  float* values = nullptr;   // [kTile, stride]: a tile, where it cannot be read in place
+
+  explicit AttentionRows(int64_t head_dim) : stride((head_dim + kTile - 1) / kTile * kTile) {}
+
+  void resize(int num_heads, int rows_per_head) {
+    if (num_heads == heads && rows_per_head == per_head) return;
+    heads = num_heads;
+    per_head = rows_per_head;
+    const size_t rows = static_cast<size_t>(heads) * static_cast<size_t>(per_head);
+    lengths.resize(rows);
+    maximum.resize(rows);
+    total.resize(rows);
+    memory_.resize(2 * (rows + kTile) * static_cast<size_t>(stride) + kTile);
+    const auto address = (reinterpret_cast<uintptr_t>(memory_.data()) + 63) & ~uintptr_t{63};
     queries = reinterpret_cast<float*>(address);
-    outputs = queries + kMaxRows * stride;
-    keys = outputs + kMaxRows * stride;
+    outputs = queries + rows * static_cast<size_t>(stride);
+    keys = outputs + rows * static_cast<size_t>(stride);
     values = keys + kTile * stride;
   }
+
+ private:
+  std::vector<float> memory_;
 };
 
 typedef float Eight __attribute__((vector_size(32)));
@@ -120,106 +165,140 @@ inline void transpose_keys(const T* const* rows, int64_t head_dim, float* to) {
   }
 }
 
+/// Four sums a row, over d = 0, 1, 2, 3 modulo 4: one alone would wait for itself.
 template <int ROWS>
-inline void score_rows(const float* queries, int64_t stride, const float* keys, int64_t head_dim,
-                       Scores* scores) {
-  Scores sums[ROWS] = {};
-  for (int64_t d = 0; d < head_dim; ++d) {
-    const Scores key = *reinterpret_cast<const Scores*>(keys + d * kTile);
-    for (int row = 0; row < ROWS; ++row) sums[row] += queries[row * stride + d] * key;
-  }
-  for (int row = 0; row < ROWS; ++row) scores[row] = sums[row];
-}
-
-/// outputs = outputs * kept + weights @ values, in chunks of 4 vectors.
-inline void add_values(float* outputs, float kept, Scores weights, const float* const* values,
-                       int64_t stride) {
-  int64_t d = 0;
-  for (; d + 4 * kTile <= stride; d += 4 * kTile) {
-    Scores sums[4];
-    for (int i = 0; i < 4; ++i) {
-      sums[i] = *reinterpret_cast<const Scores*>(outputs + d + i * kTile) * kept;
-    }
-    for (int key = 0; key < kTile; ++key) {
-      const float weight = weights[key];
-      for (int i = 0; i < 4; ++i) {
-        sums[i] += weight * *reinterpret_cast<const LooseScores*>(values[key] + d + i * kTile);
+inline void score_rows(const float* queries, int64_t stride, const float* keys, Scores* scores) {
+  Scores sums[ROWS][4] = {};
+  for (int64_t d = 0; d < stride; d += 4) {
+    for (int part = 0; part < 4; ++part) {
+      const Scores key = *reinterpret_cast<const Scores*>(keys + (d + part) * kTile);
+      for (int row = 0; row < ROWS; ++row) {
+        sums[row][part] += queries[row * stride + d + part] * key;
       }
     }
-    for (int i = 0; i < 4; ++i) *reinterpret_cast<Scores*>(outputs + d + i * kTile) = sums[i];
   }
-  for (; d < stride; d += kTile) {
-    Scores sum = *reinterpret_cast<const Scores*>(outputs + d) * kept;
-    for (int key = 0; key < kTile; ++key) {
-      sum += weights[key] * *reinterpret_cast<const LooseScores*>(values[key] + d);
-    }
-    *reinterpret_cast<Scores*>(outputs + d) = sum;
+  for (int row = 0; row < ROWS; ++row) {
+    scores[row] = (sums[row][0] + sums[row][1]) + (sums[row][2] + sums[row][3]);
   }
 }
 
-/// Rows that are done take part with all scores masked, which leaves their state as it is.
+/// outputs = outputs * kept + weights @ values, for WIDTH vectors from `d` on.
+template <int ROWS, int WIDTH>
+inline void add_values(float* outputs, int64_t stride, const float (*weights)[kTile],
+                       const float* kept, const float* const* values, int64_t d) {
+  Scores sums[ROWS][WIDTH];
+  for (int row = 0; row < ROWS; ++row) {
+    for (int i = 0; i < WIDTH; ++i) {
+      const float* from = outputs + row * stride + d + i * kTile;
+      sums[row][i] = *reinterpret_cast<const Scores*>(from) * kept[row];
+    }
+  }
+  for (int key = 0; key < kTile; ++key) {
+    for (int i = 0; i < WIDTH; ++i) {
+      const Scores value = *reinterpret_cast<const LooseScores*>(values[key] + d + i * kTile);
+      for (int row = 0; row < ROWS; ++row) sums[row][i] += weights[row][key] * value;
+    }
+  }
+  for (int row = 0; row < ROWS; ++row) {
+    for (int i = 0; i < WIDTH; ++i) {
+      *reinterpret_cast<Scores*>(outputs + row * stride + d + i * kTile) = sums[row][i];
+    }
+  }
+}
+
+/// One tile for ROWS rows of one kv head. Rows that have seen all their keys take part with all
+/// scores masked, which leaves their state as it is.
 template <int ROWS>
-inline void attend_block(AttentionRows& rows, int first, int64_t start, int64_t head_dim,
+inline void attend_block(AttentionRows& rows, int first, int64_t start,
                          const float* const* values) {
   const ScoreBits lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Scores nothing = splat(-std::numeric_limits<float>::infinity());
   Scores scores[ROWS];
-  score_rows<ROWS>(rows.queries + first * rows.stride, rows.stride, rows.keys, head_dim, scores);
+  float weights[ROWS][kTile];
+  float kept[ROWS];
+  score_rows<ROWS>(rows.queries + first * rows.stride, rows.stride, rows.keys, scores);
   for (int i = 0; i < ROWS; ++i) {
     const int row = first + i;
-    const int64_t valid = std::min<int64_t>(kTile, rows.lengths[row] - start);
-    if (valid <= 0) continue;
-    const Scores masked = lane < static_cast<int32_t>(valid)
-                              ? scores[i]
-                              : splat(-std::numeric_limits<float>::infinity());
+    const int64_t valid = std::clamp<int64_t>(rows.lengths[row] - start, 0, kTile);
+    const Scores masked = lane < static_cast<int32_t>(valid) ? scores[i] : nothing;
     const float before = rows.maximum[row];
     const float now = std::max(before, max_lanes(masked));
-    const Scores weights = exp_lanes<Scores, ScoreBits>(masked - now);
-    const float kept = exp_lanes<Scores, ScoreBits>(splat(before - now))[0];
+    const Scores shares = exp_lanes<Scores, ScoreBits>(masked - now);
+    kept[i] = before == now ? 1.0f : exp_lanes<Scores, ScoreBits>(splat(before - now))[0];
     rows.maximum[row] = now;
-    rows.total[row] = rows.total[row] * kept + weights;
-    add_values(rows.outputs + row * rows.stride, kept, weights, values, rows.stride);
+    rows.total[row] = rows.total[row] * kept[i] + shares;
+    std::memcpy(weights[i], &shares, sizeof(shares));
+  }
+  float* outputs = rows.outputs + first * rows.stride;
+  int64_t d = 0;
+  for (; d + 4 * kTile <= rows.stride; d += 4 * kTile) {
+    add_values<ROWS, 4>(outputs, rows.stride, weights, kept, values, d);
+  }
+  for (; d < rows.stride; d += kTile) {
+    add_values<ROWS, 1>(outputs, rows.stride, weights, kept, values, d);
   }
 }
 
-/// Fills rows.outputs; rows.queries and rows.lengths (all at least 1) are set by the caller.
+/// One tile for all rows of one kv head.
+template <typename T>
+void attend_tile(AttentionRows& rows, int head, int64_t start, int64_t head_dim,
+                 const T* const* keys, const T* const* values) {
+  const bool in_place = std::is_same<T, float>::value && rows.stride == head_dim;
+  const float* value_rows[kTile];
+  for (int i = 0; i < kTile; ++i) {
+    if (in_place) {
+      value_rows[i] = reinterpret_cast<const float*>(values[i]);
+      continue;
+    }
+    float* copy = rows.values + i * rows.stride;
+    for (int64_t d = 0; d < head_dim; ++d) copy[d] = widen(values[i][d]);
+    std::fill(copy + head_dim, copy + rows.stride, 0.0f);
+    value_rows[i] = copy;
+  }
+  transpose_keys(keys, head_dim, rows.keys);
+  const int last = (head + 1) * rows.per_head;
+  for (int row = head * rows.per_head; row < last; row += kRowBlock) {
+    switch (std::min(kRowBlock, last - row)) {
+      case 1: attend_block<1>(rows, row, start, value_rows); break;
+      case 2: attend_block<2>(rows, row, start, value_rows); break;
+      case 3: attend_block<3>(rows, row, start, value_rows); break;
+      default: attend_block<kRowBlock>(rows, row, start, value_rows);
+    }
+  }
+}
+
+/// Fills rows.outputs from rows.queries and rows.lengths; `keys` and `values` are the first of
+/// rows.heads kv heads. `zeros` are as many zeros as these heads have dimensions.
 template <typename T>
 void attend(AttentionRows& rows, const PagedHead<T>& keys, const PagedHead<T>& values,
             const int32_t* page_ids, int64_t head_dim, const T* zeros) {
-  std::fill(rows.outputs, rows.outputs + rows.count * rows.stride, 0.0f);
-  int64_t longest = 0;
-  for (int row = 0; row < rows.count; ++row) {
-    rows.maximum[row] = -std::numeric_limits<float>::infinity();
-    rows.total[row] = Scores{};
-    longest = std::max(longest, rows.lengths[row]);
-  }
-  const bool in_place = std::is_same<T, float>::value && rows.stride == head_dim;
+  const int count = rows.heads * rows.per_head;
+  std::fill(rows.outputs, rows.outputs + count * rows.stride, 0.0f);
+  std::fill(rows.keys, rows.keys + rows.stride * kTile, 0.0f);
+  std::fill(rows.maximum.begin(), rows.maximum.end(), -std::numeric_limits<float>::infinity());
+  std::fill(rows.total.begin(), rows.total.end(), Scores{});
+  const int64_t longest = *std::max_element(rows.lengths.begin(), rows.lengths.end());
+  Tile<T> tile, next;
+  const auto locate = [&](Tile<T>& into, int64_t start) {
+    keys.locate(page_ids, start, longest, zeros, into.keys);
+    values.locate(page_ids, start, longest, zeros, into.values);
+  };
+  locate(next, 0);
   for (int64_t start = 0; start < longest; start += kTile) {
-    const T* key_rows[kTile];
-    const float* value_rows[kTile];
-    for (int i = 0; i < kTile; ++i) {
-      const bool inside = start + i < longest;  // beyond, pages may hold anything
-      key_rows[i] = inside ? keys.at(page_ids, start + i) : zeros;
-      const T* value = inside ? values.at(page_ids, start + i) : zeros;
-      if (in_place) {
-        value_rows[i] = reinterpret_cast<const float*>(value);
-        continue;
-      }
-      float* copy = rows.values + i * rows.stride;
-      for (int64_t d = 0; d < head_dim; ++d) copy[d] = widen(value[d]);
-      std::fill(copy + head_dim, copy + rows.stride, 0.0f);
-      value_rows[i] = copy;
+    tile = next;
+    if (start + kTile < longest) {
+      locate(next, start + kTile);
+      next.prefetch(rows.heads * head_dim);
     }
-    transpose_keys(key_rows, head_dim, rows.keys);
-    for (int row = 0; row < rows.count; row += kRowBlock) {
-      switch (std::min(kRowBlock, rows.count - row)) {
-        case 1: attend_block<1>(rows, row, start, head_dim, value_rows); break;
-        case 2: attend_block<2>(rows, row, start, head_dim, value_rows); break;
-        case 3: attend_block<3>(rows, row, start, head_dim, value_rows); break;
-        default: attend_block<kRowBlock>(rows, row, start, head_dim, value_rows);
+    for (int head = 0; head < rows.heads; ++head) {
+      attend_tile(rows, head, start, head_dim, tile.keys, tile.values);
+      for (int i = 0; i < kTile; ++i) {
+        tile.keys[i] += head_dim;
+        tile.values[i] += head_dim;
       }
     }
   }
-  for (int row = 0; row < rows.count; ++row) {
+  for (int row = 0; row < count; ++row) {
     float total = 0.0f;
     for (int lane = 0; lane < kTile; ++lane) total += rows.total[row][lane];
     float* output = rows.outputs + row * rows.stride;

@@ -65,13 +65,18 @@ Tensor& linear_out(const Tensor& x, const Tensor& weight, const OptionalTensor& 
     using T = decltype(type);
     const T* w = data<T>(weight);
     const T* b = bias ? data<T>(*bias) : nullptr;
-    const int64_t panels = (width + kBlockColumns - 1) / kBlockColumns;
-    at::parallel_for(0, panels, 8, [&](int64_t begin, int64_t end) {
-      const int64_t first = begin * kBlockColumns, last = std::min(width, end * kBlockColumns);
+    at::parallel_for(0, width, kGrainColumns, [&](int64_t begin, int64_t end) {
+      const auto compute = [&](auto output) {
+        if (rows <= kFromMemoryRows) {
+          linear_few(input, w, output, rows, depth, begin, end);
+        } else {
+          linear_many(input, w, output, rows, depth, begin, end);
+        }
+      };
       if (to_float32) {
-        linear_columns(input, w, b, data<float>(out), rows, depth, width, first, last);
+        compute(LinearOutput<T, float>{data<float>(out), width, b});
       } else {
-        linear_columns(input, w, b, data<T>(out), rows, depth, width, first, last);
+        compute(LinearOutput<T, T>{data<T>(out), width, b});
       }
     });
   });
@@ -244,49 +249,64 @@ Tensor rope_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Te
 
 // ---- attention
 
-/// Consecutive query rows of one sequence and one kv head.
+/// Consecutive query rows of one sequence, for some of the kv heads.
 struct AttentionTask {
   int64_t sequence;
   int64_t first_query;
   int64_t num_queries;
   int64_t first_length;  // keys that the first query sees; each next one sees one more
-  int64_t kv_head;
+  int64_t first_head;
+  int64_t num_heads;
 };
+
+/// Calls body(row, element offset of that row's head in q and out) for all rows of a task.
+template <typename Body>
+void for_each_row(const AttentionTask& task, int64_t group, const Tensor& q, const Body& body) {
+  const int64_t heads = q.size(1), head_dim = q.size(2), per_head = task.num_queries * group;
+  for (int64_t row = 0; row < task.num_heads * per_head; ++row) {
+    const int64_t query = row % per_head / group;
+    const int64_t head = (task.first_head + row / per_head) * group + row % group;
+    body(row, query, ((task.first_query + query) * heads + head) * head_dim);
+  }
+}
+
+template <typename T>
+void run_task(const AttentionTask& task, const Tensor& q, const Tensor& k_pages,
+              const Tensor& v_pages, const Tensor& block_table, double scale, const Tensor& out,
+              AttentionRows& rows, const T* zeros) {
+  const int64_t head_dim = q.size(2), kv_heads = k_pages.size(2), group = q.size(1) / kv_heads;
+  const int64_t token_size = kv_heads * head_dim, page_tokens = k_pages.size(1);
+  rows.resize(static_cast<int>(task.num_heads), static_cast<int>(task.num_queries * group));
+  for_each_row(task, group, q, [&](int64_t row, int64_t query, int64_t at) {
+    float* to = rows.queries + row * rows.stride;
+    std::fill(to + head_dim, to + rows.stride, 0.0f);
+    for (int64_t d = 0; d < head_dim; ++d) {
+      to[d] = widen(data<T>(q)[at + d]) * static_cast<float>(scale);
+    }
+    rows.lengths[row] = task.first_length + query;
+  });
+  const auto from_head = [&](const Tensor& pages) {
+    return PagedHead<T>{data<T>(pages) + task.first_head * head_dim, page_tokens * token_size,
+                        token_size, page_tokens};
+  };
+  const int32_t* pages = data<int32_t>(block_table) + task.sequence * block_table.size(1);
+  attend<T>(rows, from_head(k_pages), from_head(v_pages), pages, head_dim, zeros);
+  for_each_row(task, group, q, [&](int64_t row, int64_t, int64_t at) {
+    const float* from = rows.outputs + row * rows.stride;
+    for (int64_t d = 0; d < head_dim; ++d) narrow(from[d], data<T>(out) + at + d);
+  });
+}
 
 template <typename T>
 void run_attention(const std::vector<AttentionTask>& tasks, const Tensor& q, const Tensor& k_pages,
                    const Tensor& v_pages, const Tensor& block_table, double scale,
                    const Tensor& out) {
-  const int64_t heads = q.size(1), head_dim = q.size(2), kv_heads = k_pages.size(2);
-  const int64_t group = heads / kv_heads, token_size = kv_heads * head_dim;
-  const int64_t page_tokens = k_pages.size(1), table_width = block_table.size(1);
-  const std::vector<T> zeros(static_cast<size_t>(head_dim), T{});
+  const int64_t head_dim = q.size(2);
+  const std::vector<T> zeros(static_cast<size_t>(k_pages.size(2) * head_dim), T{});
   at::parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
     AttentionRows rows(head_dim);
     for (int64_t i = begin; i < end; ++i) {
-      const AttentionTask& task = tasks[i];
-      const auto head_of = [&](const Tensor& pages) {
-        return PagedHead<T>{data<T>(pages) + task.kv_head * head_dim, page_tokens * token_size,
-                            token_size, page_tokens};
-      };
-      rows.count = static_cast<int>(task.num_queries * group);
-      for (int row = 0; row < rows.count; ++row) {
-        const int64_t query = row / group, head = task.kv_head * group + row % group;
-        const T* from = data<T>(q) + ((task.first_query + query) * heads + head) * head_dim;
-        for (int64_t d = 0; d < head_dim; ++d) {
-          rows.queries[row * rows.stride + d] = widen(from[d]) * static_cast<float>(scale);
-        }
-        rows.lengths[row] = task.first_length + query;
-      }
-      attend<T>(rows, head_of(k_pages), head_of(v_pages),
-                data<int32_t>(block_table) + task.sequence * table_width, head_dim, zeros.data());
-      for (int row = 0; row < rows.count; ++row) {
-        const int64_t query = row / group, head = task.kv_head * group + row % group;
-        T* to = data<T>(out) + ((task.first_query + query) * heads + head) * head_dim;
-        for (int64_t d = 0; d < head_dim; ++d) {
-          narrow(rows.outputs[row * rows.stride + d], to + d);
-        }
-      }
+      run_task<T>(tasks[i], q, k_pages, v_pages, block_table, scale, out, rows, zeros.data());
     }
   });
 }
@@ -341,6 +361,9 @@ Tensor& paged_attention_out(const Tensor& q, const Tensor& k_pages, const Tensor
                             Tensor& out) {
   check_attention("paged_attention", q, k_pages, v_pages, block_table, lengths, out);
   check_shape(lengths, {q.size(0)}, "paged_attention", "lengths");
+  // one pass over a page for all heads; with fewer rows than threads, the heads are shared out
+  const int64_t kv_heads = k_pages.size(2);
+  const int64_t together = q.size(0) >= at::get_num_threads() ? kv_heads : 1;
   std::vector<AttentionTask> tasks;
   for (int64_t row = 0; row < q.size(0); ++row) {
     const int64_t length = data<int32_t>(lengths)[row];
@@ -349,8 +372,8 @@ Tensor& paged_attention_out(const Tensor& q, const Tensor& k_pages, const Tensor
       continue;
     }
     check_pages("paged_attention", k_pages, block_table, row, length);
-    for (int64_t head = 0; head < k_pages.size(2); ++head) {
-      tasks.push_back({row, row, 1, length, head});
+    for (int64_t head = 0; head < kv_heads; head += together) {
+      tasks.push_back({row, row, 1, length, head, together});
     }
   }
   dispatch_attention("paged_attention", tasks, q, k_pages, v_pages, block_table, scale, out);
@@ -386,7 +409,7 @@ Tensor& paged_prefill_attention_out(const Tensor& q, const Tensor& k_pages, cons
     for (int64_t query = 0; query < queries; query += most) {
       for (int64_t head = 0; head < k_pages.size(2); ++head) {
         tasks.push_back({sequence, starts[sequence] + query, std::min(most, queries - query),
-                         length - queries + query + 1, head});
+                         length - queries + query + 1, head, 1});
       }
     }
   }

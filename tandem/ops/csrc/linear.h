@@ -1,118 +1,144 @@
 // y = x W^T + b, with W [N, K] and x [M, K] used as they lie in memory.
 //
 // Every element of y is one dot product: lane l of an accumulator takes k = l, l + kLanes, ... in
-// ascending order, then the lanes are folded. Blocking over M and N decides only which dot products
-// are computed side by side, so a row of y has the same bits in every batch.
+// ascending order, then the lanes are folded. Blocking decides only which dot products are computed
+// side by side, so a row of y has the same bits in every batch.
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <utility>
 #include <vector>
 
 #include "vec.h"
 
 namespace tandem {
 
+// Few rows read W once, straight from memory, and fetch ahead. Many rows copy a panel of W into the
+// first-level cache and pass over it. Both kinds of block fill the vector registers, but no more.
 #if defined(__AVX512F__)  // 32 registers
-constexpr int kBlockRows = 4;
-constexpr int kBlockColumns = 6;
+constexpr int kFewRows = 8;
+constexpr int kFewColumns = 3;
+constexpr int kManyRows = 5;
+constexpr int kManyColumns = 5;
 #else  // 16 registers
-constexpr int kBlockRows = 3;
-constexpr int kBlockColumns = 4;
+constexpr int kFewRows = 4;
+constexpr int kFewColumns = 2;
+constexpr int kManyRows = 3;
+constexpr int kManyColumns = 4;
 #endif
-constexpr int64_t kPackFromRows = 9;        // below, weights are read once or twice: no copy
-constexpr int64_t kTileBytes = 384 * 1024;  // rows of x that stay in the second-level cache
+constexpr int64_t kPanelColumns = 2 * kManyColumns;
+constexpr int64_t kFromMemoryRows = 2 * kFewRows;  // above, copying W into panels pays
+constexpr int64_t kTileBytes = 384 * 1024;         // rows of x that stay in the second-level cache
+constexpr int64_t kGrainColumns = 48;              // columns worth a thread of their own
 
-template <int MR, int NR, typename W>
-inline void dot_block(const float* x, int64_t x_stride, const W* w, int64_t w_stride, int64_t depth,
-                      float (&sums)[kBlockRows][kBlockColumns]) {
+struct DotOperands {
+  const float* x;
+  const void* w;
+  const void* next;  // columns that will be needed next, or null: brought near meanwhile
+  int64_t depth;     // also the distance between rows of x and between columns of w
+  float* sums;       // [MR, NR]
+};
+
+template <typename W, int MR, int NR>
+void dot_block(const DotOperands& operands) {
+  const float* x = operands.x;
+  const W* w = static_cast<const W*>(operands.w);
+  const int64_t depth = operands.depth, whole = depth - depth % kLanes;
+  const W* next = static_cast<const W*>(operands.next);
   Vec acc[MR][NR] = {};
-  const int64_t whole = depth - depth % kLanes;
   for (int64_t k = 0; k < whole; k += kLanes) {
-    Vec rows[MR];
-    for (int m = 0; m < MR; ++m) rows[m] = load(x + m * x_stride + k);
+    Vec columns[NR];
     for (int n = 0; n < NR; ++n) {
-      const Vec column = load(w + n * w_stride + k);
-      for (int m = 0; m < MR; ++m) acc[m][n] += rows[m] * column;
+      columns[n] = load(w + n * depth + k);
+      if (next != nullptr) __builtin_prefetch(next + n * depth + k, 0, 3);
+    }
+    for (int m = 0; m < MR; ++m) {
+      const Vec row = load(x + m * depth + k);
+      for (int n = 0; n < NR; ++n) acc[m][n] += row * columns[n];
     }
   }
-  if (whole < depth) {
-    for (int n = 0; n < NR; ++n) {
-      const Vec column = load_some(w + n * w_stride + whole, depth - whole);
-      for (int m = 0; m < MR; ++m) {
-        acc[m][n] += load_some(x + m * x_stride + whole, depth - whole) * column;
-      }
+  for (int n = 0; n < NR && whole < depth; ++n) {
+    const Vec column = load_some(w + n * depth + whole, depth - whole);
+    for (int m = 0; m < MR; ++m) {
+      acc[m][n] += load_some(x + m * depth + whole, depth - whole) * column;
     }
   }
   for (int m = 0; m < MR; ++m) {
-    for (int n = 0; n < NR; ++n) sums[m][n] = sum_lanes(acc[m][n]);
+    for (int n = 0; n < NR; ++n) operands.sums[m * NR + n] = sum_lanes(acc[m][n]);
   }
 }
 
-template <typename W>
-using DotBlock = void (*)(const float*, int64_t, const W*, int64_t, int64_t,
-                          float (&)[kBlockRows][kBlockColumns]);
+using DotBlock = void (*)(const DotOperands&);
 
-template <typename W, int MR, int... NR>
-constexpr DotBlock<W> pick_columns(int columns, std::integer_sequence<int, NR...>) {
-  DotBlock<W> picked = nullptr;
-  ((columns == NR + 1 ? (picked = dot_block<MR, NR + 1, W>, 0) : 0), ...);
-  return picked;
+/// Blocks of 1 .. ROWS by 1 .. COLUMNS, row by row.
+template <typename W, int ROWS, int COLUMNS, int... I>
+constexpr std::array<DotBlock, ROWS * COLUMNS> dot_blocks(std::integer_sequence<int, I...>) {
+  return {dot_block<W, I / COLUMNS + 1, I % COLUMNS + 1>...};
 }
 
-template <typename W, int... MR>
-constexpr DotBlock<W> pick_block(int rows, int columns, std::integer_sequence<int, MR...>) {
-  DotBlock<W> picked = nullptr;
-  ((rows == MR + 1 ? (picked = pick_columns<W, MR + 1>(
-                          columns, std::make_integer_sequence<int, kBlockColumns>()),
-                      0)
-                   : 0),
-   ...);
-  return picked;
-}
+/// Where results go: y = sums + bias, rounded to the type of y.
+template <typename B, typename Y>
+struct LinearOutput {
+  Y* y;
+  int64_t stride;
+  const B* bias;
 
-/// Columns [column, column + columns) of y for rows [first, last).
-template <typename W, typename B, typename Y>
-void linear_panel(const float* x, int64_t depth, const W* w, const B* bias, Y* y, int64_t y_stride,
-                  int64_t first, int64_t last, int64_t column, int columns) {
-  float sums[kBlockRows][kBlockColumns];
-  for (int64_t row = first; row < last; row += kBlockRows) {
-    const int rows = static_cast<int>(std::min<int64_t>(kBlockRows, last - row));
-    if (rows == kBlockRows && columns == kBlockColumns) {
-      dot_block<kBlockRows, kBlockColumns, W>(x + row * depth, depth, w, depth, depth, sums);
-    } else {
-      pick_block<W>(rows, columns, std::make_integer_sequence<int, kBlockRows>())(
-          x + row * depth, depth, w, depth, depth, sums);
-    }
-    for (int m = 0; m < rows; ++m) {
-      for (int n = 0; n < columns; ++n) {
+  void write(const float* sums, int64_t row, int64_t rows, int64_t column, int64_t columns) const {
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t n = 0; n < columns; ++n) {
         const float offset = bias == nullptr ? 0.0f : widen(bias[column + n]);
-        narrow(sums[m][n] + offset, y + (row + m) * y_stride + column + n);
+        narrow(sums[m * columns + n] + offset, y + (row + m) * stride + column + n);
       }
     }
   }
+};
+
+/// Columns [begin, end) of all rows, W read in place.
+template <typename W, typename Y>
+void linear_few(const float* x, const W* w, const LinearOutput<W, Y>& output, int64_t rows,
+                int64_t depth, int64_t begin, int64_t end) {
+  static constexpr auto blocks = dot_blocks<W, kFewRows, kFewColumns>(
+      std::make_integer_sequence<int, kFewRows * kFewColumns>());
+  float sums[kFewRows * kFewColumns];
+  for (int64_t column = begin; column < end; column += kFewColumns) {
+    const int64_t columns = std::min<int64_t>(kFewColumns, end - column);
+    const W* here = w + column * depth;
+    for (int64_t row = 0; row < rows; row += kFewRows) {
+      const int64_t count = std::min<int64_t>(kFewRows, rows - row);
+      const bool fetch = row == 0 && column + kFewColumns + columns <= end;
+      const W* next = fetch ? here + kFewColumns * depth : nullptr;
+      blocks[(count - 1) * kFewColumns + columns - 1]({x + row * depth, here, next, depth, sums});
+      output.write(sums, row, count, column, columns);
+    }
+  }
 }
 
-/// Columns [begin, end) of y; `x` is [rows, depth] in float32.
+/// Columns [begin, end) of all rows, W copied panel by panel.
 template <typename W, typename Y>
-void linear_columns(const float* x, const W* w, const W* bias, Y* y, int64_t rows, int64_t depth,
-                    int64_t width, int64_t begin, int64_t end) {
-  const bool pack = rows >= kPackFromRows;
-  std::vector<float> storage;
-  if (pack) storage.resize(kBlockColumns * depth + 16);
-  float* packed = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) &
-                                           ~static_cast<uintptr_t>(63));
-  const int64_t tile = std::max<int64_t>(
-      kBlockRows, kTileBytes / (depth * 4) / kBlockRows * kBlockRows);
+void linear_many(const float* x, const W* w, const LinearOutput<W, Y>& output, int64_t rows,
+                 int64_t depth, int64_t begin, int64_t end) {
+  static constexpr auto blocks = dot_blocks<float, kManyRows, kManyColumns>(
+      std::make_integer_sequence<int, kManyRows * kManyColumns>());
+  float sums[kManyRows * kManyColumns];
+  std::vector<float> memory(static_cast<size_t>(kPanelColumns * depth + kLanes));
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+  float* panel = reinterpret_cast<float*>((address + 4 * kLanes - 1) & ~uintptr_t{4 * kLanes - 1});
+  const int64_t tile = std::max<int64_t>(1, kTileBytes / (depth * 4) / kManyRows) * kManyRows;
   for (int64_t first = 0; first < rows; first += tile) {
     const int64_t last = std::min(rows, first + tile);
-    for (int64_t column = begin; column < end; column += kBlockColumns) {
-      const int columns = static_cast<int>(std::min<int64_t>(kBlockColumns, end - column));
-      const W* panel = w + column * depth;
-      if (pack) {
-        for (int64_t i = 0; i < columns * depth; ++i) packed[i] = widen(panel[i]);
-        linear_panel(x, depth, packed, bias, y, width, first, last, column, columns);
-      } else {
-        linear_panel(x, depth, panel, bias, y, width, first, last, column, columns);
+    for (int64_t start = begin; start < end; start += kPanelColumns) {
+      const int64_t stop = std::min(end, start + kPanelColumns);
+      for (int64_t i = 0; i < (stop - start) * depth; ++i) panel[i] = widen(w[start * depth + i]);
+      for (int64_t row = first; row < last; row += kManyRows) {
+        const int64_t count = std::min<int64_t>(kManyRows, last - row);
+        for (int64_t column = start; column < stop; column += kManyColumns) {
+          const int64_t columns = std::min<int64_t>(kManyColumns, stop - column);
+          const float* here = panel + (column - start) * depth;
+          blocks[(count - 1) * kManyColumns + columns - 1](
+              {x + row * depth, here, nullptr, depth, sums});
+          output.write(sums, row, count, column, columns);
+        }
       }
     }
   }
