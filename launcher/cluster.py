@@ -31,7 +31,14 @@ class Cluster:
     ray: Any
     """The module, imported only after its environment was set."""
     logs: Path
-    """Where the processes of this cluster write their logs."""
+    """Where this machine's processes of the cluster write their logs."""
+
+    def last_words(self, pid: int) -> str:
+        """The last line that process ``pid`` logged; empty when it is not known."""
+        for log in self.logs.glob(f"worker-*-{pid}.err"):
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+            return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return ""
 
 
 @contextmanager
@@ -62,7 +69,12 @@ def connect(config: TandemConfig, cpus: int) -> Iterator[Cluster]:
             "_temp_dir": str(folder),
         }
     try:
-        ray.init(**options, log_to_driver=False, logging_level="ERROR", namespace="tandem")
+        ray.init(
+            **options,
+            log_to_driver=config.log.level == "debug",
+            logging_level="ERROR",
+            namespace="tandem",
+        )
     except (ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         where = config.ray.address or "a local cluster"
         raise ServingError(f"Ray did not start ({where}): {error}") from error

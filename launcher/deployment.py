@@ -39,7 +39,7 @@ class Deployment:
             show: told how they start.
         """
         self._config = config
-        self._ray = cluster.ray
+        self._cluster = cluster
         self._placement = placement
         self._show = show
         self._router: Member | None = None
@@ -85,10 +85,10 @@ class Deployment:
         timeout_s = self._config.ray.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                router = self._router = Member("router", self._placement.router(), self._show)
+                router = self._router = self._member("router", self._placement.router())
                 public, registry = (await router.ready()).addresses
                 self._workers = [
-                    Member(name, actor, self._show)
+                    self._member(name, actor)
                     for name, actor in self._placement.workers(registry).items()
                 ]
                 await self._all_ready()
@@ -101,6 +101,9 @@ class Deployment:
                 late.name, f"not ready after {timeout_s:g} s (ray.start_timeout_s): {doing}"
             ) from None
 
+    def _member(self, name: str, actor: Any) -> Member:
+        return Member(name, actor, self._show, self._cluster.last_words)
+
     async def _all_ready(self) -> None:
         try:
             async with asyncio.TaskGroup() as starts:
@@ -110,7 +113,7 @@ class Deployment:
             raise group.exceptions[0] from None
 
     def _restart(self, actor: Any) -> None:
-        self._ray.kill(actor, no_restart=False)
+        self._cluster.ray.kill(actor, no_restart=False)
 
     async def _drain(self) -> None:
         """Router first, so that nothing new reaches the workers, which finish what runs."""

@@ -27,11 +27,20 @@ _LONGEST_PAUSE_S = 30.0
 class Member:
     """One actor of the deployment."""
 
-    def __init__(self, name: str, actor: Any, show: Show) -> None:
+    def __init__(self, name: str, actor: Any, show: Show, last_words: Callable[[int], str]) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            name: for people.
+            actor: handle of a `HostActor`.
+            show: told each change.
+            last_words: what a process that is gone logged last.
+        """
         self.name = name
         self.state: HostState | None = None
         self._actor = actor
         self._show = show
+        self._last_words = last_words
         self._failed_starts = 0
 
     async def ready(self) -> HostState:
@@ -53,7 +62,7 @@ class Member:
             state = await self._next_state()
             if state.phase == "ready":
                 self._failed_starts = 0
-            elif state.phase == "failed":
+            elif state.phase in ("failed", "stopped"):
                 self._failed_starts += 1
                 pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._failed_starts - 1))
                 logger.error(
@@ -82,8 +91,13 @@ class Member:
             raise WorkerLost(self.name, f"its actor is gone for good: {error}") from error
         self.state = state
         if before is not None and before.start != state.start:
+            words = self._last_words(before.pid)
             logger.warning(
-                "%s died (pid %d), started again as pid %d", self.name, before.pid, state.pid
+                "%s died (pid %d), started again as pid %d%s",
+                self.name,
+                before.pid,
+                state.pid,
+                f"; it logged last: {words}" if words else "",
             )
         if state != before:
             seen = before.version if before is not None and before.start == state.start else 0

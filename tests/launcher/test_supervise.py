@@ -50,7 +50,12 @@ class ScriptedActor:
 
 def member_of(actor: ScriptedActor) -> tuple[Member, list[str]]:
     shown: list[str] = []
-    return Member("decode-0", actor, lambda name, state: shown.append(state.phase)), shown
+
+    def show(name: str, state: HostState) -> None:
+        assert name == "decode-0"
+        shown.append(state.phase)
+
+    return Member("decode-0", actor, show, lambda pid: f"words of {pid}"), shown
 
 
 def test_it_is_awaited_until_ready_and_every_change_is_shown_once() -> None:
@@ -84,7 +89,7 @@ def test_a_death_and_warnings_are_told(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.messages == [
         "decode-0: no compiler",
         "decode-0: slow disk",
-        "decode-0 died (pid 10), started again as pid 11",
+        "decode-0 died (pid 10), started again as pid 11; it logged last: words of 10",
         "decode-0: no compiler",
     ]
 
