@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -60,6 +61,14 @@ def need_memory(num_bytes: int, what: str) -> None:
         raise WeightsError(
             what, f"needs {num_bytes >> 20} MiB of memory and {has >> 20} MiB are available"
         )
+
+
+def write_failed(path: Path, problem: OSError) -> WeightsError:
+    """What to tell about a write that the system refused."""
+    if problem.errno == errno.ENOSPC:
+        free = shutil.disk_usage(path.parent).free >> 20
+        return WeightsError(str(path), f"the disk is full ({free} MiB free); free some space")
+    return WeightsError(str(path), f"cannot be written: {problem.strerror}")
 
 
 def make_folder(path: Path) -> Path:

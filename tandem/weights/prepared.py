@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -11,7 +10,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.errors import WeightsError
 from tandem.weights.checkpoint import read_json
 from tandem.weights.home import (
     Progress,
@@ -20,6 +18,7 @@ from tandem.weights.home import (
     make_folder,
     sync_to_disk,
     tandem_home,
+    write_failed,
 )
 
 MANIFEST_NAME = "manifest.json"
@@ -107,7 +106,7 @@ def _unpack(source: Path, source_sha256: str, folder: Path, progress: Progress) 
                 shutil.rmtree(folder)
             os.replace(target, folder)
         except OSError as problem:
-            raise _write_failed(folder, problem) from problem
+            raise write_failed(folder, problem) from problem
     sync_to_disk(folder.parent)
 
 
@@ -115,13 +114,6 @@ def _write_manifest(target: Path, source_sha256: str) -> None:
     file_bytes = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
     content = {"format": _FORMAT, "source_sha256": source_sha256, "file_bytes": file_bytes}
     (target / MANIFEST_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_failed(folder: Path, problem: OSError) -> WeightsError:
-    if problem.errno == errno.ENOSPC:
-        free = shutil.disk_usage(folder.parent).free >> 20
-        return WeightsError(str(folder), f"the disk is full ({free} MiB free); free some space")
-    return WeightsError(str(folder), f"cannot be written: {problem.strerror}")
 
 
 def remembered_sha256(path: Path, progress: Progress) -> str:

