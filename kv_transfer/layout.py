@@ -105,7 +105,9 @@ def _group(raw: Any) -> CacheGroup:
     if not isinstance(raw, list) or len(raw) != 5:
         raise WireError("layout: a group has five parts")
     name, num_layers, page_tokens, shape, dtype = raw
-    if not isinstance(name, str) or not name or dtype not in ITEM_BYTES:
+    if not isinstance(name, str) or not name or not isinstance(dtype, str):
+        raise WireError("layout: group name or dtype")
+    if dtype not in ITEM_BYTES:
         raise WireError("layout: group name or dtype")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
         raise WireError("layout: token_shape")

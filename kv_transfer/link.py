@@ -126,16 +126,20 @@ class Link:
         """Wait until both threads have ended, after `fail`."""
         self._reader.join()
 
-    def add(self, stream: KVStream) -> None:
-        """Announce a stream to the receiver.
+    @property
+    def is_down(self) -> bool:
+        """Whether it can carry nothing any more."""
+        return self._down is not None
+
+    def add(self, stream: KVStream) -> bool:
+        """Announce a stream to the receiver; False when the link is down.
 
         Raises:
-            TransferError: the link is down.
+            TransferError: the stream's target is in use.
         """
         with self._lock:
             if self._down is not None:
-                kind, reason = self._down
-                raise kind(stream.request_id, reason)
+                return False
             if stream.key in self._streams:
                 raise TransferError(stream.request_id, "its target is already in use")
             if not self._streams:
@@ -144,6 +148,7 @@ class Link:
             self._parts.tally.add(pending=1)
             open_ = Open(request_id=stream.request_id)
             self.enqueue(stream, stream.control(FrameType.OPEN, open_))
+            return True
 
     def enqueue(self, stream: KVStream, what: Piece | OutFrame) -> None:
         """Queue pages or a control frame behind what is already queued; lock held."""

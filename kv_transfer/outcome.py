@@ -29,6 +29,13 @@ class Outcome(Generic[T]):
         """What `fail` was given, when that came first."""
         return self._future.exception() if self._future.done() else None
 
+    @property
+    def value(self) -> T | None:
+        """What `succeed` was given, when that came first."""
+        if not self._future.done() or self._future.exception() is not None:
+            return None
+        return self._future.result()
+
     def succeed(self, value: T) -> bool:
         """Set the value; returns False, changing nothing, when already set."""
         with self._lock:

@@ -93,22 +93,18 @@ class KVSender:
             where = decode(KVTarget, target)
         except WireError as error:
             raise TransferError(request_id, f"bad target: {error}") from None
-        try:
-            link = await self._link_to(where, request_id).wait()
-        except LayoutMismatch:
-            raise
-        except TransferError as error:  # it may name another request that waited for this link
-            raise type(error)(request_id, error.reason) from None
-        stream = KVStream(
-            link,
-            where,
-            request_id,
-            self._identity.layout.groups,
-            pull=link.pull,
-            clock=self._clock,
-        )
-        link.add(stream)
-        return stream
+        for _ in range(2):  # the link at hand may have died unnoticed: then once more, afresh
+            try:
+                link = await self._link_to(where, request_id).wait()
+            except LayoutMismatch:
+                raise
+            except TransferError as error:  # it may name another request that waited as well
+                raise type(error)(request_id, error.reason) from None
+            groups = self._identity.layout.groups
+            stream = KVStream(link, where, request_id, groups, clock=self._clock)
+            if link.add(stream):
+                return stream
+        raise PeerLost(request_id, f"decode worker {where.incarnation} drops connections")
 
     async def close(self) -> None:
         """Fail what is under way and disconnect."""
@@ -140,7 +136,7 @@ class KVSender:
                 self._watching = True
                 self._watch.start()
             outcome = self._links.get(where.incarnation)
-            if outcome is None:
+            if outcome is None or (outcome.value is not None and outcome.value.is_down):
                 outcome = self._links[where.incarnation] = Outcome()
                 threading.Thread(
                     target=self._connect,
@@ -232,6 +228,7 @@ class KVSender:
     def _link_down(self, link: Link) -> None:
         with self._lock:
             self._live.discard(link)
-            outcome = self._links.pop(link.incarnation, None)
-        if outcome is not None and outcome.done:
-            logger.info("decode=%s K/V connection ended", link.incarnation)
+            outcome = self._links.get(link.incarnation)
+            if outcome is not None and outcome.value is link:
+                del self._links[link.incarnation]
+        logger.info("decode=%s K/V connection ended", link.incarnation)

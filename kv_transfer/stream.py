@@ -37,7 +37,6 @@ class KVStream:
         request_id: str,
         groups: Sequence[CacheGroup],
         *,
-        pull: bool,
         clock: Callable[[], float],
     ) -> None:
         self.request_id = request_id
@@ -47,7 +46,7 @@ class KVStream:
         self.num_pages = target.num_pages
         self._link = link
         self._groups = groups
-        self._pull = pull
+        self._pull = link.pull
         self._clock = clock
         self._opened_s = clock()
         self._pages_by_layer = [0] * max(group.num_layers for group in groups)

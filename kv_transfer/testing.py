@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +30,7 @@ from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.stream import KVStream
 from kv_transfer.transport import Connection, InFrame, OutFrame, RegisteredMemory, Transport
-from kv_transfer.transports.inproc import InprocNetwork, InprocTransport
+from kv_transfer.transports.inproc import Direction, InprocNetwork, InprocTransport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.wire import MAX_BODY_BYTES, FrameType, Header
@@ -111,6 +114,25 @@ def handover(prompt_tokens: int) -> Handover:
     )
 
 
+class FrameLog:
+    """Frames that prefill wrote."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._written: Counter[FrameType] = Counter()
+
+    def add(self, direction: Direction, header: Header) -> None:
+        """Note a frame."""
+        with self._changed:
+            self._written[header.type] += direction == "to_decode"
+            self._changed.notify_all()
+
+    def wait_for(self, kind: FrameType, times: int) -> None:
+        """Block until enough frames of a type were written."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._written[kind] >= times, HANG_GUARD_S)
+
+
 @dataclass
 class Pair:
     """A prefill and a decode worker's halves."""
@@ -124,8 +146,10 @@ class Pair:
     transports: Callable[[], list[Transport]]
     config: TransferConfig
     layout: KVLayout = field(init=False)
+    log: FrameLog = field(default_factory=FrameLog)
 
     def __post_init__(self) -> None:
+        self.network.on_frame = self.log.add
         self.layout = layout_of(self.source.groups)
 
     def send(self, stream: KVStream, page_ids: Sequence[int], first_page: int = 0) -> None:
@@ -136,16 +160,17 @@ class Pair:
     async def transfer(
         self, room: int, source_ids: Sequence[int], target_ids: Sequence[int]
     ) -> Handover:
-        """One whole transfer of full pages."""
+        """One whole transfer of full pages; raises what the sender's end raises."""
         num_tokens = 4 * len(target_ids)
         reservation = self.receiver.reserve(f"r{room}", room, target_ids, num_tokens)
-        stream = await self.sender.open(reservation.target, f"r{room}")
-        self.send(stream, source_ids)
-        stream.finish(handover(num_tokens))
-        received = await reservation.wait()
-        await stream.wait()
-        await reservation.release()
-        return received
+        try:
+            stream = await self.sender.open(reservation.target, f"r{room}")
+            self.send(stream, source_ids)
+            stream.finish(handover(num_tokens))
+            await stream.wait()
+            return await reservation.wait()
+        finally:
+            await reservation.release()
 
     def same(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> bool:
         """Whether these pages are equal on both sides."""
@@ -155,6 +180,10 @@ class Pair:
             for layer in range(buffer.group.num_layers)
             for ours, theirs in zip(source_ids, target_ids, strict=True)
         )
+
+    async def sender_says(self, kind: FrameType, times: int = 1) -> None:
+        """Wait until prefill has written this many frames of a type; in-memory networks only."""
+        await asyncio.to_thread(self.log.wait_for, kind, times)
 
     def raw_peer(self, target: bytes) -> RawPeer:
         """A prefill worker that says exactly what a test wants."""

@@ -45,6 +45,8 @@ class InprocNetwork:
         """Called in the reading thread between steps, with the bytes taken so far."""
         self.pull = False
         """Whether sources are read when the receiver takes them, as through shared memory."""
+        self.on_frame: Callable[[Direction, Header], None] = lambda direction, header: None
+        """Told about every frame that was written, in the thread that wrote it."""
         self._names = itertools.count(1)
         self._lock = threading.Lock()
         self._listeners: dict[str, InprocListener] = {}
@@ -208,6 +210,7 @@ class InprocConnection:
                     copied[len(copied) // 2] ^= 1
                 views = [memoryview(copied)] if copied else []
             self._pass((head, views), fate)
+            self._network.on_frame(self._direction, frame.header)
 
     def deliver_held(self) -> None:
         """Deliver what this end wrote and the network held."""
