@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,8 +103,9 @@ def test_garbage_ends_its_own_connection_only(socket_pair: MakePair, tmp_path: P
             stream.send_layer(0, [10, 11], 0)
             for data in garbage:
                 with dial(pair.receiver.endpoints[0]) as sock:
-                    sock.sendall(data)
-                    sock.shutdown(socket.SHUT_WR)
+                    with suppress(OSError):  # it may hang up before it has read everything
+                        sock.sendall(data)
+                        sock.shutdown(socket.SHUT_WR)
                     assert await asyncio.to_thread(hears_only_the_end, sock)
             stream.send_layer(1, [10, 11], 0)
             stream.send_layer(2, [10, 11], 0)
