@@ -24,6 +24,8 @@ _ALLOCATIONS = frozenset(
         _aten.new_empty.default,
     }
 )
+_TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})  # an output has its own
+_MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}  # c10::MemoryFormat
 
 
 class CaptureError(RuntimeError):
@@ -70,7 +72,7 @@ def capture(step: Callable[[], Tensor]) -> Program:
     if not is_loaded():
         raise CaptureError("a step", "native kernels are not loaded")
     recorder = _Recorder()
-    with torch.inference_mode(), recorder:
+    with torch.no_grad(), recorder:  # inference mode would hand over composite operators whole
         output = step()
     program = Program(recorder.calls, output, recorder.memory)
     expected = output.clone()
@@ -135,7 +137,7 @@ def _returns_new_tensors(func: OpOverload) -> bool:
 
 
 def _signature(arguments: Sequence[Any]) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in arguments]
+    return [(a.name, str(a.type)) for a in arguments if a.name not in _TENSOR_OPTIONS]
 
 
 def _out_form(func: OpOverload) -> OpOverload:
@@ -162,5 +164,7 @@ def _flatten(arguments: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, 
         if str(argument.type) == "Tensor" and isinstance(value, bool | int | float):
             exact = torch.float64 if isinstance(value, float) else torch.int64
             value = torch.scalar_tensor(value, dtype=exact)
+        elif isinstance(value, torch.memory_format):
+            value = _MEMORY_FORMATS[value]
         values.append(value)
     return values
