@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -9,6 +10,8 @@ from typing import Protocol
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from launcher.terminal import STDERR
+
+_COUNTS = re.compile(r" done=\d+ total=\d+$")
 
 
 class Steps(Protocol):
@@ -85,7 +88,7 @@ class _Lines:
 
     def member(self, name: str, doing: str, ready: bool) -> None:
         del ready
-        self._say(f"{name}: {doing}")
+        self._say(f"{name}: {_COUNTS.sub('', doing)}")
 
     def _say(self, line: str) -> None:
         if line not in self._seen:

@@ -13,8 +13,10 @@ from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
-STDERR = Console(stderr=True, highlight=False)
-STDOUT = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+_FILE_WIDTH = 160  # of tables that go to a file or a pipe
+
+STDERR = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _FILE_WIDTH)
+STDOUT = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 
 class _Chatter(io.TextIOBase):

@@ -79,7 +79,8 @@ def _shortcuts(arguments: argparse.Namespace) -> list[str]:
 def _shower(steps: Steps) -> Callable[[str, HostState], None]:
     def show_member(name: str, state: HostState) -> None:
         ready = state.phase == "ready"
-        doing = f"ready (pid {state.pid})" if ready else state.detail or state.phase
+        detail = state.detail.removeprefix(f"worker={name} ")
+        doing = f"ready (pid {state.pid})" if ready else detail or state.phase
         steps.member(name, doing, ready)
 
     return show_member

@@ -53,8 +53,8 @@ def show(status: generate_pb2.GetStatusResponse, console: Console) -> None:
     from rich.table import Table
 
     table = Table(
-        "worker", "role", "state", "pid", "incarnation", "address", "pages", "running", "queued",
-        "transfers", "decode steps", box=None, pad_edge=False,
+        "worker", "role", "state", "pid", "incarnation", "pages", "running", "queued", "transfers",
+        "decode steps", box=None, pad_edge=False,
     )  # fmt: skip
     for worker in status.workers:
         cached = f" +{worker.pages_cached} cached" if worker.pages_cached else ""
@@ -63,8 +63,7 @@ def show(status: generate_pb2.GetStatusResponse, console: Console) -> None:
             worker.role,
             worker.state,
             str(worker.pid),
-            worker.incarnation,
-            worker.address,
+            worker.incarnation[:8],
             f"{worker.pages_used}/{worker.pages_total}{cached}",
             str(worker.running),
             str(worker.queued),
