@@ -36,7 +36,9 @@ def add_biases(folder: Path, seed: int = 0) -> None:
         for name in sorted(tensors):
             if name.endswith("_proj.weight"):
                 bias = random.standard_normal(tensors[name].shape[0], dtype=np.float32)
-                tensors[name.removesuffix("weight") + "bias"] = np.float32(0.3) * bias
+                tensors[name.removesuffix("weight") + "bias"] = np.asarray(
+                    0.3 * bias, dtype=np.float32
+                )
 
     edit_tensors(folder, add)
     edit_config(folder, attention_bias=True, mlp_bias=True)
