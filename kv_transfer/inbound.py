@@ -304,6 +304,8 @@ class Inbound:
                 self._connection.write(frames)
         except (ConnectionLost, OSError) as error:
             self.fail(PeerLost, f"prefill worker {self._incarnation}: {error}")
+        finally:
+            self.fail(PeerLost, f"prefill worker {self._incarnation}: the writer ended")
 
     def _next_answers(self) -> list[OutFrame]:
         with self._lock:

@@ -142,7 +142,7 @@ class Link:
                 return False
             if stream.key in self._streams:
                 raise TransferError(stream.request_id, "its target is already in use")
-            if not self._streams:
+            if not self._owed:
                 self._heard_s = self._pinged_s = self._parts.clock()
             self._streams[stream.key] = stream
             self._parts.tally.add(pending=1)
@@ -176,7 +176,7 @@ class Link:
         now_s = self._parts.clock()
         timeout_s = self._parts.config.idle_timeout_s
         with self._lock:
-            if not self._streams or self._down is not None:
+            if not self._owed or self._down is not None:
                 return
             silent_s = now_s - self._heard_s
             if silent_s < timeout_s:
@@ -206,6 +206,11 @@ class Link:
             for stream in list(self._streams.values()):
                 self._end(stream, kind(stream.request_id, reason))
 
+    @property
+    def _owed(self) -> bool:
+        """Whether the receiver owes an answer to a stream, or credit for an aborted one's frames."""
+        return bool(self._streams or self._unacked)
+
     def _end(self, stream: KVStream, error: TransferError | None) -> None:
         del self._streams[stream.key]
         if error is None:
@@ -223,6 +228,8 @@ class Link:
                     self._written(batch)
         except (ConnectionLost, OSError) as error:
             self.fail(PeerLost, f"decode worker {self.incarnation}: {error}")
+        finally:
+            self.fail(PeerLost, f"decode worker {self.incarnation}: the writer ended")
 
     def _next_batch(self) -> list[_Queued | OutFrame]:
         """Wait for frames that may be written now; empty when the link is down."""

@@ -15,6 +15,7 @@ from tandem.requests import Handover, SampledToken, TokenLogprobs
 
 _MAX_ITEMS = 65_536
 _MAX_INT = 1 << 63
+_MAX_U32 = (1 << 32) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +176,18 @@ def _check(name: str, value: Any, expected: Any) -> Any:
     if not right:
         raise WireError(f"{name}: wrong type or range")
     return value
+
+
+def decode_target(raw: bytes) -> KVTarget:
+    """Decode a target.
+
+    Raises:
+        WireError: it is not one.
+    """
+    target = decode(KVTarget, raw)
+    if target.epoch > _MAX_U32 or not target.first_page <= target.num_pages <= _MAX_U32:
+        raise WireError("KVTarget: impossible numbers")
+    return target
 
 
 def encode_handover(handover: Handover) -> bytes:

@@ -99,8 +99,11 @@ class KVReceiver:
             try:
                 listener = transport.listen()
             except OSError as error:
+                problem = f"cannot listen for {transport.scheme} on {self._config.host}: {error}"
+                if transport is not self._transports[-1]:  # a better way, not the last one
+                    logger.warning("%s; peers will use another transport", problem)
+                    continue
                 await self.close()
-                problem = f"cannot listen on {self._config.host}: {error}"
                 raise ConfigError("transfer.host", problem) from None
             self._listeners.append(listener)
             acceptor = threading.Thread(
@@ -136,6 +139,7 @@ class KVReceiver:
 
         Raises:
             TransferAborted: the receiver is closed.
+            TransferError: the room is in use.
         """
         num_pages = -(-num_tokens // self._identity.layout.page_tokens)
         used = tuple(page_ids[:num_pages])
@@ -145,7 +149,8 @@ class KVReceiver:
         with self._lock:
             if self._closed:
                 raise TransferAborted(request_id, "the decode worker is stopping")
-            assert room not in self._rooms, "room in use"
+            if room in self._rooms:
+                raise TransferError(request_id, f"room {room} is in use")
             target = KVTarget(
                 endpoints=self.endpoints,
                 incarnation=self._identity.incarnation,

@@ -12,7 +12,7 @@ from kv_transfer.counters import Tally, TransferCounters
 from kv_transfer.handshake import Identity, NotAuthentic, greet
 from kv_transfer.layout import KVLayout
 from kv_transfer.link import Link, LinkParts, LinkStatus
-from kv_transfer.messages import KVTarget, decode
+from kv_transfer.messages import KVTarget, decode_target
 from kv_transfer.outcome import Outcome
 from kv_transfer.stream import KVStream
 from kv_transfer.transport import Connection, ConnectionLost, RegisteredMemory, Transport
@@ -90,7 +90,7 @@ class KVSender:
             TransferError: ``target`` is not a target.
         """
         try:
-            where = decode(KVTarget, target)
+            where = decode_target(target)
         except WireError as error:
             raise TransferError(request_id, f"bad target: {error}") from None
         for _ in range(2):  # the link at hand may have died unnoticed: then once more, afresh

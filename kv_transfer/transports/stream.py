@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -11,7 +12,9 @@ from contextlib import suppress
 
 from kv_transfer.transport import ConnectionLost
 
+logger = logging.getLogger(__name__)
 IOV_MAX = os.sysconf("SC_IOV_MAX") if "SC_IOV_MAX" in os.sysconf_names else 1024
+_RETRY_MS = 100
 _HANGUP = select.POLLERR | select.POLLHUP | getattr(select, "POLLRDHUP", 0)
 
 
@@ -133,6 +136,9 @@ class SocketAcceptor:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self._wake_out, select.POLLIN)
+        self._wake = select.poll()
+        self._wake.register(self._wake_out, select.POLLIN)
+        sock.setblocking(False)  # a connection may be gone again when it is accepted
 
     def accept(self) -> socket.socket:
         """Wait for a connection.
@@ -148,8 +154,11 @@ class SocketAcceptor:
                 raise ConnectionLost("the listener was closed")
             try:
                 return self._socket.accept()[0]
-            except OSError:  # it went away between poll and accept, or descriptors ran out
+            except (BlockingIOError, ConnectionError):  # it went away between poll and accept
                 continue
+            except OSError as error:
+                logger.warning("cannot accept a K/V connection, trying again: %s", error)
+                self._wake.poll(_RETRY_MS)
 
     def close(self) -> None:
         """End `accept`, which then frees the descriptors; idempotent."""

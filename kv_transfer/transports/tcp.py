@@ -44,7 +44,11 @@ class TcpTransport:
         """Listen on a free port of the configured address."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         sock = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
-        return TcpListener(sock, self)
+        try:
+            return TcpListener(sock, self)
+        except OSError:
+            sock.close()
+            raise
 
     def reaches(self, endpoint: str) -> bool:
         """Any TCP endpoint may be reachable."""

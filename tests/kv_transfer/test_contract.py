@@ -541,8 +541,18 @@ def test_closing_the_sender_fails_its_streams(any_pair: MakePair) -> None:
 def test_bad_target_is_an_error(any_pair: MakePair) -> None:
     async def scenario() -> None:
         async with any_pair() as pair:
-            with pytest.raises(TransferError, match="bad target"):
-                await pair.sender.open(b"\xc1 nonsense", "a")
+            target = decode(KVTarget, pair.receiver.reserve("a", 5, [3, 4], 8).target)
+            bad = [
+                b"\xc1 nonsense",
+                encode(replace(target, epoch=2**32)),
+                encode(replace(target, num_pages=2**40)),
+                encode(replace(target, first_page=3)),
+            ]
+            for raw in bad:
+                with pytest.raises(TransferError, match="bad target"):
+                    await pair.sender.open(raw, "a")
+            with pytest.raises(TransferError, match="room 5 is in use"):
+                pair.receiver.reserve("b", 5, [6], 4)
 
     run(scenario())
 

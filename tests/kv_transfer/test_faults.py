@@ -241,6 +241,29 @@ def test_source_pages_stay_pinned_while_the_far_side_may_read_them() -> None:
     run(scenario())
 
 
+def test_pinned_pages_of_an_aborted_stream_are_not_pinned_for_ever() -> None:
+    """Nothing but an aborted stream's frames is under way when decode falls silent."""
+
+    async def scenario() -> None:
+        async with make_pair("inproc-pull", idle_timeout_s=20.0) as pair:
+            pair.network.rule = hold_types(FrameType.CREDIT, FrameType.ABORT, FrameType.PONG)
+            reservation = pair.receiver.reserve("a", 5, [3, 4], 8)
+            stream = await pair.sender.open(reservation.target, "a")
+            stream.send_layer(0, [10, 11], 0)
+            await reservation.wait_layer(0)
+            stream.abort("client left")
+            waiting = asyncio.create_task(stream.wait())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            pair.clock.now_s += 20.0
+            pair.sender.check_deadlines()
+            with pytest.raises(TransferAborted, match="client left"):
+                await waiting
+            assert pair.sender.links == ()
+
+    run(scenario())
+
+
 def test_frames_read_after_the_sender_let_go_are_not_served() -> None:
     """The sender gave the connection up and reused its pages before decode got round to reading."""
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import pickle
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,9 +32,10 @@ from kv_transfer.testing import (
     make_pair,
     set_pages,
 )
-from kv_transfer.transports.shm import shared_memory_problem
+from kv_transfer.transport import RegisteredMemory
+from kv_transfer.transports.shm import ShmTransport, shared_memory_problem
 from kv_transfer.wire import MAX_HANDSHAKE_BODY_BYTES, FrameType, Header, encode_frame
-from tandem.cache.pool import KVPool
+from tandem.cache.pool import KVPool, PageBuffer
 from tandem.config.tree import TransferConfig, TransportName
 from tandem.errors import ConfigError, PeerLost, TransferAborted
 
@@ -311,6 +312,45 @@ def test_shm_without_shared_memory_is_a_config_error(monkeypatch: pytest.MonkeyP
         KVSender(pool, layout_of(groups), config, SECRET, "p")
     with pytest.raises(ConfigError, match="use tcp"):
         KVReceiver(pool, layout_of(groups), config, SECRET, "d")
+
+
+@needs_shm
+def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with make_pair("shm") as pair:
+            reservation = pair.receiver.reserve("a", 5, [3, 4], 8)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "geteuid", lambda: 12345)
+                with pytest.raises(PeerLost, match="not as 12345"):
+                    await pair.sender.open(reservation.target, "a")
+            await pair.transfer(6, [1], [5])
+
+    run(scenario())
+
+
+@needs_shm
+def test_memory_that_could_shrink_under_its_reader_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def register_unsealed(self: ShmTransport, buffers: Sequence[PageBuffer]) -> None:
+        self._memory = RegisteredMemory(buffers)
+
+    monkeypatch.setattr(ShmTransport, "register", register_unsealed)
+
+    async def scenario() -> None:
+        async with make_pair("shm") as pair:
+            reservation = pair.receiver.reserve("a", 5, [3, 4], 8)
+
+            async def attempt() -> None:
+                stream = await pair.sender.open(reservation.target, "a")
+                await stream.wait()
+
+            with pytest.raises(PeerLost):
+                await attempt()
+            await pair.receiver.close()
+            assert pair.receiver.counters.refused_connections > 0
+
+    run(scenario())
 
 
 def test_address_that_cannot_be_bound_is_a_config_error() -> None:
