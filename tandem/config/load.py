@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type
 import yaml
 
 from tandem.config.ranges import Range
+from tandem.config.rules import check_together
 from tandem.config.tree import TandemConfig
 from tandem.config.yamls import parse
 from tandem.errors import ConfigError
@@ -43,7 +44,7 @@ def from_mapping(settings: Mapping[str, object]) -> TandemConfig:
         ConfigError: a setting is unknown, of the wrong type, out of range, or contradicts another.
     """
     config = cast(TandemConfig, _build(TandemConfig, settings, ""))
-    _check_together(config)
+    check_together(config)
     return config
 
 
@@ -163,31 +164,6 @@ def _build_scalar(kind: Any, value: object, name: str) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(name, f"must be a finite number, is {value}")
     return value
-
-
-def _check_together(config: TandemConfig) -> None:
-    """Rules that no single setting shows."""
-    buckets = config.decode.buckets
-    if list(buckets) != sorted(set(buckets)):
-        raise ConfigError("decode.buckets", f"must ascend without repeats, is {list(buckets)}")
-    if config.prefill.chunk_tokens % config.cache.page_tokens:
-        raise ConfigError(
-            "prefill.chunk_tokens",
-            f"must be a multiple of cache.page_tokens ({config.cache.page_tokens}), "
-            f"is {config.prefill.chunk_tokens}",
-        )
-    if config.router.heartbeat_timeout_s <= config.router.heartbeat_interval_s:
-        raise ConfigError(
-            "router.heartbeat_timeout_s",
-            f"must be longer than router.heartbeat_interval_s "
-            f"({config.router.heartbeat_interval_s:g}), is {config.router.heartbeat_timeout_s:g}",
-        )
-    if config.limits.max_text_bytes >= config.limits.max_message_bytes:
-        raise ConfigError(
-            "limits.max_text_bytes",
-            f"must be less than limits.max_message_bytes ({config.limits.max_message_bytes}), "
-            f"is {config.limits.max_text_bytes}",
-        )
 
 
 def _plain(node: object) -> object:

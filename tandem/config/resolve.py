@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from tandem.config.rules import check_together
 from tandem.config.tree import TandemConfig
 from tandem.errors import ConfigError
 from tandem.models.spec import ModelSpec
@@ -50,7 +50,7 @@ def resolve(
     Raises:
         ConfigError: settings contradict one another or the model, or the pages do not fit.
     """
-    _check(config)
+    check_together(config)
     dtype: Literal["float32", "bfloat16"] = (
         "float32" if config.model.dtype == "auto" else config.model.dtype
     )
@@ -131,32 +131,6 @@ class _Memory:
 
     def _bytes(self, pages: int) -> int:
         return (pages + 1) * self.page_bytes
-
-
-def _check(config: TandemConfig) -> None:
-    page_tokens, chunk_tokens = config.cache.page_tokens, config.prefill.chunk_tokens
-    if chunk_tokens % page_tokens:
-        raise ConfigError(
-            "prefill.chunk_tokens",
-            f"{chunk_tokens} is not a multiple of cache.page_tokens ({page_tokens})",
-        )
-    buckets = config.decode.buckets
-    if not buckets:
-        raise ConfigError("decode.buckets", "is empty; name at least one batch size")
-    if buckets[0] < 1 or any(low >= high for low, high in pairwise(buckets)):
-        raise ConfigError("decode.buckets", f"{list(buckets)} must be positive and ascending")
-    if config.mode == "colocated" and config.prefill.replicas != config.decode.replicas:
-        raise ConfigError(
-            "prefill.replicas",
-            f"{config.prefill.replicas} differs from decode.replicas ({config.decode.replicas}); "
-            "each colocated worker does both",
-        )
-    if config.router.heartbeat_interval_s >= config.router.heartbeat_timeout_s:
-        raise ConfigError(
-            "router.heartbeat_timeout_s",
-            f"{config.router.heartbeat_timeout_s:g} must be above router.heartbeat_interval_s "
-            f"({config.router.heartbeat_interval_s:g})",
-        )
 
 
 def _context(config: TandemConfig, spec: ModelSpec) -> int:

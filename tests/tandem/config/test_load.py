@@ -92,7 +92,7 @@ def test_a_setting_without_its_section_is_found() -> None:
         ("decode.buckets=[1, 1]", "decode.buckets", "ascend"),
         ("prefill.chunk_tokens=24", "prefill.chunk_tokens", "cache.page_tokens (16)"),
         ("router.heartbeat_interval_s=9", "router.heartbeat_timeout_s", "heartbeat_interval_s (9)"),
-        ("limits.max_text_bytes=16777216", "limits.max_text_bytes", "less than"),
+        ("limits.max_text_bytes=16777216", "limits.max_text_bytes", "below limits.max_message"),
         ("ray.object_store_bytes=1000", "ray.object_store_bytes", "at least"),
         ("router=5", "router", "settings by name"),
         ("router.port.x=5", "router.port", "whole number"),

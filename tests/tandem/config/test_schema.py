@@ -50,6 +50,13 @@ def test_every_setting_is_described_with_its_default(name: str) -> None:
     assert f"`{name}`" in markdown()
 
 
+@pytest.mark.parametrize("name", dotted_names())
+def test_every_number_has_a_range(name: str) -> None:
+    schema = leaf(name).get("items", leaf(name))
+    if schema["type"] in ("integer", "number"):
+        assert {"minimum", "exclusiveMinimum"} & set(schema)
+
+
 @dataclass
 class Undocumented:
     """A section with a gap."""

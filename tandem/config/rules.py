@@ -1,0 +1,45 @@
+"""Rules about several settings at once, for loading and for resolving."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from tandem.config.tree import TandemConfig
+from tandem.errors import ConfigError
+
+
+def check_together(config: TandemConfig) -> None:
+    """Check what no single setting shows.
+
+    Raises:
+        ConfigError: two settings contradict one another, or a list is out of order.
+    """
+    page_tokens, chunk_tokens = config.cache.page_tokens, config.prefill.chunk_tokens
+    if chunk_tokens % page_tokens:
+        raise ConfigError(
+            "prefill.chunk_tokens",
+            f"{chunk_tokens} is not a multiple of cache.page_tokens ({page_tokens})",
+        )
+    buckets = config.decode.buckets
+    if not buckets:
+        raise ConfigError("decode.buckets", "is empty; name at least one batch size")
+    if buckets[0] < 1 or any(low >= high for low, high in pairwise(buckets)):
+        raise ConfigError("decode.buckets", f"{list(buckets)} must be positive and ascending")
+    if config.mode == "colocated" and config.prefill.replicas != config.decode.replicas:
+        raise ConfigError(
+            "prefill.replicas",
+            f"{config.prefill.replicas} differs from decode.replicas ({config.decode.replicas}); "
+            "each colocated worker does both",
+        )
+    if config.router.heartbeat_interval_s >= config.router.heartbeat_timeout_s:
+        raise ConfigError(
+            "router.heartbeat_timeout_s",
+            f"{config.router.heartbeat_timeout_s:g} must be above router.heartbeat_interval_s "
+            f"({config.router.heartbeat_interval_s:g})",
+        )
+    if config.limits.max_text_bytes >= config.limits.max_message_bytes:
+        raise ConfigError(
+            "limits.max_text_bytes",
+            f"{config.limits.max_text_bytes} must be below limits.max_message_bytes "
+            f"({config.limits.max_message_bytes})",
+        )
