@@ -234,6 +234,8 @@ class Inbound:
             raise WireError(f"DATA of {header.num_pages} pages")
         if header.payload_bytes != header.num_pages * groups[header.group].page_bytes:
             raise WireError("DATA whose size is not that of its pages")
+        if header.checksum is None and self._parts.config.checksum:
+            raise WireError("DATA without the checksum that this worker demands")
         if header.payload_bytes > self._credit_bytes:
             raise WireError("DATA beyond the credit")
 
@@ -245,7 +247,7 @@ class Inbound:
         cursor = Cursor(
             spans_of(buffer.group, header.group, header.layer, page_ids, buffer.num_pages)
         )
-        digest = None if header.checksum is None else xxhash.xxh3_64()
+        digest = xxhash.xxh3_64() if self._parts.config.checksum else None
         while cursor.remaining:
             if not reservation.fence.enter():
                 self._drain(frame, cursor.remaining)

@@ -208,7 +208,7 @@ class Link:
 
     @property
     def _owed(self) -> bool:
-        """Whether the receiver owes an answer to a stream, or credit for an aborted one's frames."""
+        """Whether the receiver owes an answer to a stream, or credit for an ended one's frames."""
         return bool(self._streams or self._unacked)
 
     def _end(self, stream: KVStream, error: TransferError | None) -> None:

@@ -126,6 +126,7 @@ def test_bad_frames_of_an_authentic_peer_end_its_connection(socket_pair: MakePai
         {"num_pages": 0},
         {"num_pages": 3},
         {"num_pages": 100_000},
+        {"checksum": None},
         {"type": FrameType.WELCOME, "payload_bytes": 0},
     ]
 
