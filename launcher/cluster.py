@@ -34,10 +34,10 @@ class Cluster:
     """Where this machine's processes of the cluster write their logs."""
 
     def last_words(self, pid: int) -> str:
-        """The last line that process ``pid`` logged; empty when it is not known."""
+        """The last line that process ``pid`` wrote to its log, unless all was well by then."""
         for log in self.logs.glob(f"worker-*-{pid}.err"):
-            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-            return next((line.strip() for line in reversed(lines) if line.strip()), "")
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            return lines[-1].strip() if lines and " INFO " not in lines[-1] else ""
         return ""
 
 

@@ -17,7 +17,7 @@ from tandem.errors import WorkerError, WorkerLost
 logger = logging.getLogger(__name__)
 
 Show = Callable[[str, HostState], None]
-"""Told each change of a member's state."""
+"""Told a member's name and its new state."""
 
 _ASK_AGAIN_S = 30.0
 _FIRST_PAUSE_S = 1.0
@@ -33,7 +33,7 @@ class Member:
         Args:
             name: for people.
             actor: handle of a `HostActor`.
-            show: told each change.
+            show: told each change while it starts.
             last_words: what a process that is gone logged last.
         """
         self.name = name
@@ -50,7 +50,9 @@ class Member:
             WorkerError: it cannot start; the message says why.
         """
         while True:
-            state = await self._next_state()
+            before, state = self.state, await self._next_state()
+            if state != before:
+                self._show(self.name, state)
             if state.phase == "ready":
                 return state
             if state.phase in ("failed", "stopped"):
@@ -59,9 +61,11 @@ class Member:
     async def follow(self, restart: Callable[[Any], None]) -> None:
         """Watch it until cancelled, and have it restarted when it cannot start."""
         while True:
-            state = await self._next_state()
+            before, state = self.state, await self._next_state()
             if state.phase == "ready":
                 self._failed_starts = 0
+                if before is None or before.phase != "ready" or before.start != state.start:
+                    logger.info("%s is ready again as pid %d", self.name, state.pid)
             elif state.phase in ("failed", "stopped"):
                 self._failed_starts += 1
                 pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._failed_starts - 1))
@@ -104,5 +108,4 @@ class Member:
             for version, message in state.warnings:
                 if version > seen:
                     logger.warning("%s: %s", self.name, message)
-            self._show(self.name, state)
         return state

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
-from tandem.testing.cluster import served_cluster
+from tandem.testing.cluster import ServedCluster, served_cluster
 from tandem.testing.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.ray
@@ -85,6 +85,31 @@ def test_it_serves_until_a_signal_and_leaves_nothing(
         assert probe.connect_ex((host, int(port))) != 0
     assert not Path(folder).exists()
     wait_until_none_is_left(mark)
+
+
+def wait_for_log(cluster: ServedCluster, text: str) -> None:
+    deadline = time.monotonic() + HANG_GUARD_S
+    while text not in cluster.log.read_text():
+        assert time.monotonic() < deadline, cluster.log.read_text()
+        time.sleep(0.1)
+
+
+def test_a_worker_that_cannot_start_again_is_tried_until_it_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tiny"
+    write_tiny_llama(folder)
+    with served_cluster([f"model.name={folder}"]) as cluster:
+        assert main(["status", "--address", cluster.address, "--json"]) == 0
+        workers = json.loads(capsys.readouterr().out)["workers"]
+        (pid,) = [worker["pid"] for worker in workers if worker["role"] == "decode"]
+        folder.rename(tmp_path / "away")
+        os.kill(pid, signal.SIGKILL)
+        wait_for_log(cluster, "decode-0 cannot start: ")
+        (tmp_path / "away").rename(folder)
+        wait_for_log(cluster, "decode-0 is ready again")
+        assert f"decode-0 died (pid {pid})" in cluster.log.read_text()
+        assert main(["generate", "--address", cluster.address, "--prompt", "hello"]) == 0
 
 
 def test_once_answers_and_ends(tiny: Path, mark: str) -> None:
