@@ -89,6 +89,11 @@ class _Recorder(TorchDispatchMode):
         self.calls = torch.classes.tandem.Program()
         self.memory: list[Tensor] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch imports its whole compiler, for a second, to keep it from here."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: OpOverload,

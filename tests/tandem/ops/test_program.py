@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -97,3 +99,23 @@ def test_a_step_that_changes_its_own_inputs_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="another result"):
         capture(step)
+
+
+FROM_SCRATCH = """
+import sys
+import torch
+from tandem.ops import library as ops
+from tandem.ops.native import load_native
+from tandem.ops.program import capture
+assert load_native().loaded
+x = torch.ones(2, 3)
+capture(lambda: ops.linear(x, x)).replay()
+sys.stdout.write(",".join(m for m in ("torch._dynamo", "torch._inductor") if m in sys.modules))
+"""
+
+
+def test_capture_does_not_load_the_compiler() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FROM_SCRATCH], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""
