@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import grpc
+import asyncio
+
 import grpc.aio
 
 from tandem.auth import ClusterToken
 from tandem.config.tree import LimitsConfig
 from tandem.errorcodes import error_from_rpc
+from tandem.errors import WorkerLost
 from tandem.pb import generate_pb2, worker_pb2, worker_pb2_grpc
 from tandem.requests import GenerateRequest
 from tandem.rpc import channel_options
@@ -40,6 +42,9 @@ class DecodeStream:
             raise error_from_rpc(
                 failure, worker_id=self._worker_id, request_id=self._request_id
             ) from None
+        except asyncio.CancelledError:
+            _raise_if_closed(self._worker_id)
+            raise
         return event if isinstance(event, worker_pb2.DecodeEvent) else None
 
     def cancel(self) -> None:
@@ -76,6 +81,9 @@ class WorkerLink:
             raise error_from_rpc(
                 failure, worker_id=self._worker.worker_id, request_id=request.request_id
             ) from None
+        except asyncio.CancelledError:
+            _raise_if_closed(self._worker.worker_id)
+            raise
 
     def decode(self, request: GenerateRequest, timeout_s: float | None) -> DecodeStream:
         """Open the stream that is the request's life on a decode worker."""
@@ -96,8 +104,21 @@ class WorkerLink:
             )
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure, worker_id=self._worker.worker_id) from None
+        except asyncio.CancelledError:
+            _raise_if_closed(self._worker.worker_id)
+            raise
         return WorkerStatus.from_wire(state)
 
     async def close(self) -> None:
         """Cancel what is under way and disconnect."""
         await self._channel.close()
+
+
+def _raise_if_closed(worker_id: str) -> None:
+    """Tell a call that ended with its connection from a task that was cancelled.
+
+    gRPC raises `CancelledError` in whoever awaits a call when its channel is closed.
+    """
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise WorkerLost(worker_id, "the connection to it was closed") from None

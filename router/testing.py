@@ -1,7 +1,7 @@
 """Fake workers that speak the real protocol, for tests and benchmarks of the router alone.
 
-No model runs: a script says what a worker does with each request. Each worker sits behind a proxy, so
-that it can die as a killed process does, or hang as a stopped one does.
+No model runs: a script says what a worker does with each request. Each worker sits behind a proxy,
+so that it can die as a killed process does, or hang as a stopped one does.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.server import Addresses, RouterServer
+from router.server import SERVICE, Addresses, RouterServer
 from tandem.auth import ClusterAuth, ClusterToken
 from tandem.config.tree import TandemConfig
 from tandem.errorcodes import abort
@@ -23,6 +26,7 @@ from tandem.errors import ServingError
 from tandem.membership import Membership
 from tandem.pb import generate_pb2, generate_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tandem.rpc import server_options
+from tandem.testing.calls import Outcome, generate, greedy
 from tandem.weights.store import ModelFolder
 from tandem.workers import ModelIdentity, Role, WorkerIdentity, WorkerStatus, new_incarnation
 
@@ -38,17 +42,16 @@ class Proxy:
 
     def __init__(self) -> None:
         self.address = ""
-        self._target_port = 0
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
         self._flowing = asyncio.Event()
         self._flowing.set()
+        self._listening: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
 
-    async def start(self, target_port: int) -> None:
+    def start(self, target: str, tasks: asyncio.TaskGroup) -> None:
         """Listen on a free port."""
-        self._target_port = target_port
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self._listening = tasks.create_task(self._listen(listener, target, tasks), name="proxy")
 
     def stall(self) -> None:
         """Let nothing through, but keep the connections."""
@@ -58,33 +61,53 @@ class Proxy:
         """Let everything through again."""
         self._flowing.set()
 
+    def reset(self) -> None:
+        """Reset all connections; new ones are accepted."""
+        for connection in self._connections:
+            connection.cancel()
+
     def cut(self) -> None:
         """Reset all connections and accept no more."""
-        assert self._server is not None
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        self._flowing.set()
+        assert self._listening is not None
+        self._listening.cancel()
+        self.reset()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._target_port)
-        self._writers |= {writer, back}
-        async with asyncio.TaskGroup() as pipes:
-            pipes.create_task(self._pipe(reader, back), name="proxy/out")
-            pipes.create_task(self._pipe(there, writer), name="proxy/back")
-        self._writers -= {writer, back}
+    async def _listen(self, listener: socket.socket, target: str, tasks: asyncio.TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        with listener:
+            while True:
+                near, _ = await loop.sock_accept(listener)
+                connection = tasks.create_task(self._forward(near, target), name="proxy/connection")
+                self._connections.add(connection)
+                connection.add_done_callback(self._connections.discard)
 
-    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            while data := await reader.read(65536):
-                await self._flowing.wait()
-                writer.write(data)
-                await writer.drain()
-        writer.transport.abort()
+    async def _forward(self, near: socket.socket, target: str) -> None:
+        loop = asyncio.get_running_loop()
+        host, port = target.split(":")
+        with near, socket.socket() as far, suppress(ConnectionError):
+            for end in (near, far):
+                end.setblocking(False)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            await loop.sock_connect(far, (host, int(port)))
+            out = asyncio.ensure_future(self._pipe(near, far))
+            back = asyncio.ensure_future(self._pipe(far, near))
+            try:
+                await asyncio.wait((out, back), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for pipe in (out, back):
+                    pipe.cancel()
+                await asyncio.gather(out, back, return_exceptions=True)
+
+    async def _pipe(self, source: socket.socket, target: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await loop.sock_recv(source, 65536):
+            await self._flowing.wait()
+            await loop.sock_sendall(target, data)
 
 
 class FakeWorker:
-    """What both roles share: a gRPC server behind a proxy, a place in the registry, and a record."""
+    """What both roles share: a gRPC server behind a proxy, a seat in the registry, a record."""
 
     role: Role
 
@@ -108,7 +131,8 @@ class FakeWorker:
             layout_digest=LAYOUT,
         )
         self.status = WorkerStatus()
-        self.proxy = Proxy()
+        self.calls_proxy = Proxy()
+        self.reports_proxy = Proxy()
         self.started: list[worker_pb2.WorkRequest] = []
         """Requests in order of arrival."""
         self.cancelled: list[str] = []
@@ -129,32 +153,42 @@ class FakeWorker:
         self._add_to(self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
-        await self.proxy.start(port)
-        self.identity = dataclasses.replace(self.identity, address=self.proxy.address)
+        self.calls_proxy.start(f"127.0.0.1:{port}", tasks)
+        self.reports_proxy.start(registry_address, tasks)
+        self.identity = dataclasses.replace(self.identity, address=self.calls_proxy.address)
         self.membership = Membership(
-            registry_address, self.identity, lambda: self.status, token, limits
+            self.reports_proxy.address, self.identity, lambda: self.status, token, limits
         )
         self._membership = tasks.create_task(
             self.membership.run(), name=f"{self.identity.worker_id}/membership"
         )
 
     async def die(self) -> None:
-        """End as a killed process does."""
-        self.proxy.cut()
-        self.silence()
-        await self.stop()
+        """End as a killed process does: its connections are reset."""
+        if self._server is None:
+            return
+        assert self._membership is not None
+        self.calls_proxy.cut()
+        self.reports_proxy.cut()
+        self._membership.cancel()
+        await self._server.stop(None)
+        self._server = None  # its finaliser needs the event loop
 
-    def silence(self) -> None:
-        """Send no more reports, and close the stream to the registry."""
-        if self._membership is not None:
-            self._membership.cancel()
+    def freeze(self) -> None:
+        """Hang as a stopped process does: connections stay, and nothing comes."""
+        self.calls_proxy.stall()
+        self.reports_proxy.stall()
 
-    async def stop(self) -> None:
-        """End at once."""
-        self.silence()
-        self.proxy.cut()
-        if self._server is not None:
-            await self._server.stop(None)
+    def thaw(self) -> None:
+        """Go on after `freeze`."""
+        self.calls_proxy.resume()
+        self.reports_proxy.resume()
+
+    async def leave(self) -> None:
+        """Close the stream to the registry in good order."""
+        assert self._membership is not None
+        self._membership.cancel()
+        await asyncio.wait([self._membership])
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds for the lists of this worker."""
@@ -329,6 +363,17 @@ class Cluster:
             self.decode.append(worker)
         return worker
 
+    async def ask(self, prompt: str = "hello", max_tokens: int = 3) -> Outcome:
+        """What one greedy request brings."""
+        return await generate(self.stub, greedy(prompt, max_tokens=max_tokens), deadline_s=30)
+
+    async def health(self, service: str = SERVICE) -> AsyncIterator[int]:
+        """The router's health, whenever it changes."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        async for response in stub.Watch(request, timeout=20):
+            yield response.status
+
     async def status(self) -> generate_pb2.GetStatusResponse:
         """What `GetStatus` says."""
         return await self.stub.GetStatus(generate_pb2.GetStatusRequest(), timeout=20)
@@ -357,4 +402,4 @@ async def cluster(
             finally:
                 stopping.set()
                 for worker in (*running.prefill, *running.decode):
-                    await worker.stop()
+                    await worker.die()
