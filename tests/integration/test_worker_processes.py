@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from tandem.config.tree import TandemConfig
+from tandem.errors import ServingError
+from tandem.requests import GenerateRequest
+from tandem.testing.pair import Completion, Pair, connect
+from tandem.testing.reference import new_request, random_prompt
+from tandem.weights.store import ModelFolder
+
+Configure = Callable[..., TandemConfig]
+Expected = Callable[[GenerateRequest], Completion]
+
+_WORKER = """
+import asyncio, json, signal, sys
+from dataclasses import fields, replace
+from tandem.config.tree import TandemConfig
+from tandem.weights.store import prepare
+if sys.argv[1] == "prefill":
+    from prefill_worker.worker import PrefillWorker as Worker
+else:
+    from decode_worker.worker import DecodeWorker as Worker
+base, given = TandemConfig(), json.loads(sys.argv[2])
+config = replace(base, **{
+    name: replace(getattr(base, name), **section)
+    for name, section in given.items() if isinstance(section, dict)
+})
+
+async def main():
+    stopping = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    worker = Worker(config, prepare(sys.argv[3]), bytes.fromhex(sys.argv[4]), sys.argv[1], None)
+    await worker.run(stopping, lambda address: print(address, flush=True))
+
+asyncio.run(main())
+"""
+
+
+async def start(
+    role: str, settings: TandemConfig, folder: ModelFolder, secret: bytes
+) -> tuple[Process, str]:
+    root = Path(__file__).parents[2]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        _WORKER,
+        role,
+        json.dumps(asdict(settings)),
+        str(folder.path),
+        secret.hex(),
+        stdout=PIPE,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    assert process.stdout is not None
+    address = (await process.stdout.readline()).decode().strip()
+    assert address, f"the {role} worker did not start"
+    return process, address
+
+
+def test_two_processes_serve_requests_and_stop_when_told(
+    folder: ModelFolder, config: Configure, expected: Expected, secret: bytes
+) -> None:
+    async def serve(pair: Pair) -> None:
+        works = [new_request(random_prompt(9 * n + 1, n), max_tokens=9) for n in range(12)]
+        done = await asyncio.gather(*(pair.generate(work) for work in works))
+        for work, completion in zip(works, done, strict=True):
+            assert completion.token_ids == expected(work).token_ids
+        await pair.idle()
+
+    async def scenario() -> list[int]:
+        processes: list[Process] = []
+        try:
+            async with asyncio.timeout(90):
+                started = await asyncio.gather(
+                    *(start(role, config(), folder, secret) for role in ("prefill", "decode"))
+                )
+                processes += [process for process, _ in started]
+                async with connect(started[0][1], started[1][1], secret) as pair:
+                    await serve(pair)
+                for process in processes:
+                    process.send_signal(signal.SIGTERM)
+                return [await process.wait() for process in processes]
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+    assert asyncio.run(scenario()) == [0, 0]
+
+
+def test_a_killed_prefill_worker_leaves_decode_clean(
+    folder: ModelFolder, config: Configure, expected: Expected, secret: bytes
+) -> None:
+    async def scenario() -> None:
+        processes: list[Process] = []
+        try:
+            async with asyncio.timeout(90):
+                (first, where), (decode, decode_where), (second, other) = await asyncio.gather(
+                    *(
+                        start(role, config(), folder, secret)
+                        for role in ("prefill", "decode", "prefill")
+                    )
+                )
+                processes += [first, decode, second]
+                async with connect(where, decode_where, secret) as pair:
+                    calls = [
+                        asyncio.create_task(pair.generate(new_request(random_prompt(400, n))))
+                        for n in range(8)
+                    ]
+                    await pair.until(lambda prefill, decode: decode.running > 0)
+                    first.kill()
+                    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+                    assert all(
+                        isinstance(outcome, Completion | ServingError) for outcome in outcomes
+                    )
+                async with connect(other, decode_where, secret) as pair:
+                    await pair.idle()
+                    work = new_request(random_prompt(50))
+                    assert (await pair.generate(work)).token_ids == expected(work).token_ids
+        finally:
+            for process in processes:
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
+
+    asyncio.run(scenario())
