@@ -31,6 +31,7 @@ from kv_transfer.wire import MAX_HANDSHAKE_BODY_BYTES, FrameType, Header, WireEr
 from tandem.errors import LayoutMismatch
 
 _NONCE_BYTES = 32
+_MAX_QUOTED = 500
 M = TypeVar("M", bound=Message)
 
 
@@ -127,7 +128,8 @@ def answer(connection: Connection, ours: Identity, credit_bytes: int) -> Peer:
         _check_byte_order(proof.byte_order)
         ours.layout.check_compatible(theirs)
     except LayoutMismatch as error:
-        refusal = Refuse(field=error.field, decode=error.ours, prefill=error.theirs)
+        ours_, theirs_ = error.ours[:_MAX_QUOTED], error.theirs[:_MAX_QUOTED]
+        refusal = Refuse(field=error.field[:_MAX_QUOTED], decode=ours_, prefill=theirs_)
         _send(connection, FrameType.REFUSE, refusal)
         raise
     welcome = Welcome(layout=ours.layout.to_wire(), credit_bytes=credit_bytes)

@@ -86,7 +86,7 @@ class TcpListener:
     def __init__(self, sock: socket.socket, transport: TcpTransport) -> None:
         host, port = sock.getsockname()[:2]
         if host in ("0.0.0.0", "::"):
-            host = socket.gethostbyname(socket.gethostname())
+            host = _address_for_peers(sock.family)
         self.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self._acceptor = SocketAcceptor(sock)
         self._transport = transport
@@ -154,3 +154,15 @@ class TcpConnection:
 
     def confirm(self) -> None:
         """The kernel copied the bytes when they were written: nothing can have changed."""
+
+
+def _address_for_peers(family: int) -> str:
+    """Our address towards the default route, when a listener is bound to all; sends nothing."""
+    far_away = "2001:db8::1" if family == socket.AF_INET6 else "192.0.2.1"
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far_away, 9))
+        except OSError:  # no route to anywhere: peers can only be on this host
+            return "::1" if family == socket.AF_INET6 else "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address

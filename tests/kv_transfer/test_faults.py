@@ -6,11 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kv_transfer.fence import Fence
+from kv_transfer.messages import KVTarget, decode, encode
 from kv_transfer.reservation import Reservation
 from kv_transfer.testing import MakePair, Pair, all_are, handover, make_pair, set_pages
 from kv_transfer.transports.inproc import Direction, Fate
@@ -341,10 +343,12 @@ def test_silent_decode_worker_is_given_up(inproc_pair: MakePair) -> None:
 def test_silent_listener_times_out(inproc_pair: MakePair) -> None:
     async def scenario() -> None:
         async with inproc_pair(connect_timeout_s=0.05) as pair:
-            pair.network.rule = lambda way, header: "hold"
-            reservation = pair.receiver.reserve("a", 5, [3, 4], 8)
+            (transport,) = pair.transports()
+            listener = transport.listen()  # nobody accepts
+            target = decode(KVTarget, pair.receiver.reserve("a", 5, [3, 4], 8).target)
+            silent = encode(replace(target, endpoints=(listener.endpoint,)))
             with pytest.raises(TransferTimeout, match="did not answer"):
-                await pair.sender.open(reservation.target, "a")
+                await pair.sender.open(silent, "a")
 
     run(scenario())
 

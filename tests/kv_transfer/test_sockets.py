@@ -32,8 +32,9 @@ from kv_transfer.testing import (
     make_pair,
     set_pages,
 )
-from kv_transfer.transport import RegisteredMemory
+from kv_transfer.transport import ConnectionLost, RegisteredMemory
 from kv_transfer.transports.shm import ShmTransport, shared_memory_problem
+from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.wire import MAX_HANDSHAKE_BODY_BYTES, FrameType, Header, encode_frame
 from tandem.cache.pool import KVPool, PageBuffer
 from tandem.config.tree import TransferConfig, TransportName
@@ -352,6 +353,17 @@ def test_memory_that_could_shrink_under_its_reader_is_refused(
             assert pair.receiver.counters.refused_connections > 0
 
     run(scenario())
+
+
+def test_listening_everywhere_tells_peers_an_address_they_can_use() -> None:
+    listener = TcpTransport("0.0.0.0", 30.0).listen()
+    with dial(listener.endpoint) as sock:
+        accepted = listener.accept()
+        assert listener.endpoint.startswith(f"tcp://{sock.getpeername()[0]}:")
+        accepted.close()
+    listener.close()
+    with pytest.raises(ConnectionLost):
+        listener.accept()
 
 
 def test_address_that_cannot_be_bound_is_a_config_error() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.layout import KVLayout
@@ -62,6 +62,7 @@ MESSAGES = (
         first_page=5,
     ),
 )
+fuzz = settings(deadline=None, derandomize=True)
 WRONG_VALUES: tuple[Any, ...] = (None, True, -1, 2**63, 1.5, [None], {}, [[]])
 plain: st.SearchStrategy[Any] = st.recursive(
     st.none()
@@ -82,6 +83,7 @@ def parse(raw: bytes) -> tuple[Header, bytes]:
     return header, body
 
 
+@fuzz
 @given(
     st.builds(
         Header,
@@ -101,12 +103,14 @@ def test_frames_survive(header: Header, body: bytes) -> None:
     assert parse(encode_frame(header, body)) == (header, body)
 
 
+@fuzz
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_any_bytes_are_a_header_or_an_error(raw: bytes) -> None:
     with pytest.raises(WireError):
         parse(raw)
 
 
+@fuzz
 @given(st.integers(0, HEADER_BYTES + 9), st.integers(1, 255))
 def test_any_changed_byte_is_noticed(position: int, change: int) -> None:
     raw = bytearray(encode_frame(Header(type=FrameType.OPEN, room=1, epoch=2), b"0123456789"))
@@ -147,6 +151,7 @@ def test_messages_with_wrong_fields_are_refused(message: Any) -> None:
                 decode(type(message), msgpack.packb(case))
 
 
+@fuzz
 @given(value=plain)
 def test_any_value_is_a_message_or_an_error(value: Any) -> None:
     try:
@@ -162,6 +167,7 @@ def test_any_value_is_a_message_or_an_error(value: Any) -> None:
         KVLayout.from_wire(raw)
 
 
+@fuzz
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_message_or_an_error(raw: bytes) -> None:
     for message in MESSAGES:
