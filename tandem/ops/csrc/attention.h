@@ -22,7 +22,9 @@ typedef float Scores __attribute__((vector_size(kTile * 4)));
 typedef int32_t ScoreBits __attribute__((vector_size(kTile * 4)));
 typedef float LooseScores __attribute__((vector_size(kTile * 4), aligned(4), may_alias));
 
-inline Scores splat(float value) { return Scores{} + value; }
+inline Scores splat(float v) {  // spelled out: adding to zeros would cost an addition
+  return Scores{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v};
+}
 
 inline float max_lanes(Scores value) {
   Vec8 halves[2];
@@ -63,17 +65,6 @@ template <typename T>
 struct Tile {
   const T* keys[kTile];
   const T* values[kTile];
-
-  /// Brings both near while the tile before is computed: pages are too far apart for the hardware.
-  void prefetch(int64_t head_dim) const {
-    const int64_t line = 64 / static_cast<int64_t>(sizeof(T));
-    for (int i = 0; i < kTile; ++i) {
-      for (int64_t d = 0; d < head_dim; d += line) {
-        __builtin_prefetch(keys[i] + d, 0, 3);
-        __builtin_prefetch(values[i] + d, 0, 3);
-      }
-    }
-  }
 };
 
 /// Query rows of one sequence, the state of their softmax, and room to work in.
@@ -165,11 +156,20 @@ inline void transpose_keys(const T* const* rows, int64_t head_dim, float* to) {
   }
 }
 
+// The hardware cannot foresee the jump to the next tile, so each tile fetches the next one while it
+// computes: a few lines at a time, because a burst would stall on its own. `next` is null for all
+// but the first rows that use a tile, and for the last tile.
+
 /// Four sums a row, over d = 0, 1, 2, 3 modulo 4: one alone would wait for itself.
-template <int ROWS>
-inline void score_rows(const float* queries, int64_t stride, const float* keys, Scores* scores) {
+template <int ROWS, typename T>
+inline void score_rows(const float* queries, int64_t stride, const float* keys, Scores* scores,
+                       const T* const* next) {
   Scores sums[ROWS][4] = {};
   for (int64_t d = 0; d < stride; d += 4) {
+    if (next != nullptr) {  // 16 rounds fetch 64 values of 16 keys
+      const T* row = next[d / 4 % kTile] + d / 64 * 64;
+      for (int i = 0; i < 64; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, 3);
+    }
     for (int part = 0; part < 4; ++part) {
       const Scores key = *reinterpret_cast<const Scores*>(keys + (d + part) * kTile);
       for (int row = 0; row < ROWS; ++row) {
@@ -183,9 +183,10 @@ inline void score_rows(const float* queries, int64_t stride, const float* keys, 
 }
 
 /// outputs = outputs * kept + weights @ values, for WIDTH vectors from `d` on.
-template <int ROWS, int WIDTH>
+template <int ROWS, int WIDTH, typename T>
 inline void add_values(float* outputs, int64_t stride, const float (*weights)[kTile],
-                       const float* kept, const float* const* values, int64_t d) {
+                       const float* kept, const float* const* values, int64_t d,
+                       const T* const* next) {
   Scores sums[ROWS][WIDTH];
   for (int row = 0; row < ROWS; ++row) {
     for (int i = 0; i < WIDTH; ++i) {
@@ -194,9 +195,12 @@ inline void add_values(float* outputs, int64_t stride, const float (*weights)[kT
     }
   }
   for (int key = 0; key < kTile; ++key) {
+    Scores shares[ROWS];
+    for (int row = 0; row < ROWS; ++row) shares[row] = splat(weights[row][key]);
     for (int i = 0; i < WIDTH; ++i) {
+      if (next != nullptr) __builtin_prefetch(next[key] + d + i * kTile, 0, 3);
       const Scores value = *reinterpret_cast<const LooseScores*>(values[key] + d + i * kTile);
-      for (int row = 0; row < ROWS; ++row) sums[row][i] += weights[row][key] * value;
+      for (int row = 0; row < ROWS; ++row) sums[row][i] += shares[row] * value;
     }
   }
   for (int row = 0; row < ROWS; ++row) {
@@ -208,15 +212,16 @@ inline void add_values(float* outputs, int64_t stride, const float (*weights)[kT
 
 /// One tile for ROWS rows of one kv head. Rows that have seen all their keys take part with all
 /// scores masked, which leaves their state as it is.
-template <int ROWS>
+template <int ROWS, typename T>
 inline void attend_block(AttentionRows& rows, int first, int64_t start,
-                         const float* const* values) {
+                         const float* const* values, const Tile<T>* next) {
   const ScoreBits lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const Scores nothing = splat(-std::numeric_limits<float>::infinity());
   Scores scores[ROWS];
   float weights[ROWS][kTile];
   float kept[ROWS];
-  score_rows<ROWS>(rows.queries + first * rows.stride, rows.stride, rows.keys, scores);
+  score_rows<ROWS, T>(rows.queries + first * rows.stride, rows.stride, rows.keys, scores,
+                      next == nullptr ? nullptr : next->keys);
   for (int i = 0; i < ROWS; ++i) {
     const int row = first + i;
     const int64_t valid = std::clamp<int64_t>(rows.lengths[row] - start, 0, kTile);
@@ -230,40 +235,42 @@ inline void attend_block(AttentionRows& rows, int first, int64_t start,
     std::memcpy(weights[i], &shares, sizeof(shares));
   }
   float* outputs = rows.outputs + first * rows.stride;
+  const T* const* next_values = next == nullptr ? nullptr : next->values;
   int64_t d = 0;
   for (; d + 4 * kTile <= rows.stride; d += 4 * kTile) {
-    add_values<ROWS, 4>(outputs, rows.stride, weights, kept, values, d);
+    add_values<ROWS, 4, T>(outputs, rows.stride, weights, kept, values, d, next_values);
   }
   for (; d < rows.stride; d += kTile) {
-    add_values<ROWS, 1>(outputs, rows.stride, weights, kept, values, d);
+    add_values<ROWS, 1, T>(outputs, rows.stride, weights, kept, values, d, next_values);
   }
 }
 
 /// One tile for all rows of one kv head.
 template <typename T>
 void attend_tile(AttentionRows& rows, int head, int64_t start, int64_t head_dim,
-                 const T* const* keys, const T* const* values) {
+                 const Tile<T>& tile, const Tile<T>* next) {
   const bool in_place = std::is_same<T, float>::value && rows.stride == head_dim;
   const float* value_rows[kTile];
   for (int i = 0; i < kTile; ++i) {
     if (in_place) {
-      value_rows[i] = reinterpret_cast<const float*>(values[i]);
+      value_rows[i] = reinterpret_cast<const float*>(tile.values[i]);
       continue;
     }
     float* copy = rows.values + i * rows.stride;
-    for (int64_t d = 0; d < head_dim; ++d) copy[d] = widen(values[i][d]);
+    for (int64_t d = 0; d < head_dim; ++d) copy[d] = widen(tile.values[i][d]);
     std::fill(copy + head_dim, copy + rows.stride, 0.0f);
     value_rows[i] = copy;
   }
-  transpose_keys(keys, head_dim, rows.keys);
+  transpose_keys(tile.keys, head_dim, rows.keys);
   const int last = (head + 1) * rows.per_head;
   for (int row = head * rows.per_head; row < last; row += kRowBlock) {
     switch (std::min(kRowBlock, last - row)) {
-      case 1: attend_block<1>(rows, row, start, value_rows); break;
-      case 2: attend_block<2>(rows, row, start, value_rows); break;
-      case 3: attend_block<3>(rows, row, start, value_rows); break;
-      default: attend_block<kRowBlock>(rows, row, start, value_rows);
+      case 1: attend_block<1, T>(rows, row, start, value_rows, next); break;
+      case 2: attend_block<2, T>(rows, row, start, value_rows, next); break;
+      case 3: attend_block<3, T>(rows, row, start, value_rows, next); break;
+      default: attend_block<kRowBlock, T>(rows, row, start, value_rows, next);
     }
+    next = nullptr;
   }
 }
 
@@ -286,15 +293,16 @@ void attend(AttentionRows& rows, const PagedHead<T>& keys, const PagedHead<T>& v
   locate(next, 0);
   for (int64_t start = 0; start < longest; start += kTile) {
     tile = next;
-    if (start + kTile < longest) {
-      locate(next, start + kTile);
-      next.prefetch(rows.heads * head_dim);
-    }
+    const bool last = start + kTile >= longest;
+    if (!last) locate(next, start + kTile);
+    Tile<T> ahead = next;
     for (int head = 0; head < rows.heads; ++head) {
-      attend_tile(rows, head, start, head_dim, tile.keys, tile.values);
+      attend_tile(rows, head, start, head_dim, tile, last ? nullptr : &ahead);
       for (int i = 0; i < kTile; ++i) {
         tile.keys[i] += head_dim;
         tile.values[i] += head_dim;
+        ahead.keys[i] += head_dim;
+        ahead.values[i] += head_dim;
       }
     }
   }

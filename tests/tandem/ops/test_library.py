@@ -210,3 +210,22 @@ def test_out_forms_equal_the_others() -> None:
     expected = ops.add_rms_norm(x, x, weight[0], 1e-5)
     assert torch.equal(total, expected[0])
     assert torch.equal(normed, expected[1])
+
+
+def test_threads_change_no_bit() -> None:
+    x, weight = randn(40, 203), randn(500, 203, seed=1)
+    cache = poisoned_cache([70], 16, 64)
+    q = randn(1, 6, 64)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            attended = ops.paged_attention(
+                q, cache.pages, cache.block_table, cache.lengths, scale=0.125
+            )
+            results.append((ops.linear(x, weight), ops.linear(x[:2], weight), attended))
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
