@@ -1,10 +1,10 @@
 """One attempt of a request: its two calls, on a prefill and on a decode worker.
 
 The decode stream is opened first. Prefill is called when decode has reserved pages, while the
-stream is read on. A failure of either leg ends the attempt and cancels the other. Transfer errors
-are often the echo of a death: the leg that fails with one waits a moment for the other's, so that
-the caller is told the cause. Once a token has arrived, prefill's part is done and its failure means
-nothing.
+stream is read on. A failure of either leg ends the attempt and cancels the other. Once a token has
+arrived, prefill's part is done and its failure means nothing; one that comes before waits a moment
+for that token, which may be on its way. Transfer errors are often the echo of a death: the leg that
+fails with one waits a moment for the other's error, so that the caller is told the cause.
 """
 
 from __future__ import annotations
@@ -138,8 +138,7 @@ class Legs:
         except ServingError as error:
             self._prefill_error = error
             self._prefill_failed.set()
-            is_echo_or_late = isinstance(error, TransferError | WorkerLost)
-            if not await _happens(self._first_token, _ROOT_CAUSE_S if is_echo_or_late else 0.0):
+            if not await _happens(self._first_token, _ROOT_CAUSE_S):
                 scope.stop(error)
             else:
                 logger.info(

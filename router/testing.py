@@ -355,12 +355,16 @@ class Cluster:
         self._tasks = tasks
 
     async def add(self, worker: _WorkerT) -> _WorkerT:
-        """Start a worker and let it join."""
+        """Start a worker and wait until the router knows it."""
         await worker.start(self.addresses.registry, self._tasks)
         if isinstance(worker, FakePrefill):
             self.prefill.append(worker)
         elif isinstance(worker, FakeDecode):
             self.decode.append(worker)
+        incarnation = worker.identity.incarnation
+        async with asyncio.timeout(20):
+            while all(w.incarnation != incarnation for w in (await self.status()).workers):
+                pass
         return worker
 
     async def ask(self, prompt: str = "hello", max_tokens: int = 3) -> Outcome:

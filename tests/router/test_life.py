@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import grpc
-import grpc.aio
+import pytest
 
 from router.testing import Cluster, Session, answer, cluster, forever
 from tandem.config.tree import TandemConfig
@@ -22,6 +22,12 @@ async def ask(running: Cluster, prompt: str = "hello", **settings: object) -> Ou
     request = greedy(prompt, max_tokens=3, **settings)  # type: ignore[arg-type]
     request.stopping.ClearField("max_tokens")
     return await generate(running.stub, request, deadline_s=30)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other leg's news is waited for however slow the machine."""
+    monkeypatch.setattr("router.legs._ROOT_CAUSE_S", 20.0)
 
 
 def test_a_request_brings_its_tokens_usage_and_timings(
@@ -158,14 +164,14 @@ def test_the_deadline_is_passed_on_and_ends_everything(
             prefill, decode = running.prefill[0], running.decode[0]
             prefill.script = forever
             outcome = await generate(
-                running.stub, greedy("hello", max_tokens=3, request_id="mine"), deadline_s=0.5
+                running.stub, greedy("hello", max_tokens=3, request_id="mine"), deadline_s=2.0
             )
             assert outcome.code is Code.DEADLINE_EXCEEDED
             await prefill.until(lambda: prefill.cancelled == ["mine"])
             await decode.until(lambda: decode.cancelled == ["mine"])
             for worker in (prefill, decode):
                 assert worker.deadlines[0] is not None
-                assert 0 < worker.deadlines[0] <= 0.5
+                assert 0 < worker.deadlines[0] < 3.0  # gRPC rounds up on the wire
             await gone(running)
 
     asyncio.run(main())
@@ -222,7 +228,7 @@ def test_an_error_of_decode_is_the_request_s_and_cancels_prefill(
 
 
 def test_the_cause_is_told_when_the_echo_comes_first(
-    config: TandemConfig, folder: ModelFolder
+    config: TandemConfig, folder: ModelFolder, patient: None
 ) -> None:
     async def main() -> None:
         async with cluster(config, folder) as running:
@@ -247,7 +253,7 @@ def test_the_cause_is_told_when_the_echo_comes_first(
 
 
 def test_the_cause_is_told_when_prefill_brings_the_echo(
-    config: TandemConfig, folder: ModelFolder
+    config: TandemConfig, folder: ModelFolder, patient: None
 ) -> None:
     async def main() -> None:
         async with cluster(config, folder) as running:
@@ -284,7 +290,7 @@ def test_a_transfer_error_alone_ends_the_request(config: TandemConfig, folder: M
 
 
 def test_prefill_s_failure_after_the_first_token_changes_nothing(
-    config: TandemConfig, folder: ModelFolder
+    config: TandemConfig, folder: ModelFolder, patient: None
 ) -> None:
     async def main() -> None:
         async with cluster(config, folder) as running:

@@ -74,8 +74,6 @@ def test_workers_that_do_not_fit_together_are_never_used_and_say_why(
             decode = FakeDecode("decode-0", folder)
             decode.identity = dataclasses.replace(decode.identity, **change)
             await running.add(decode)
-            while len((await running.status()).workers) < 2:
-                pass
             status = await running.status()
             assert all(problem in worker.problem for worker in status.workers), status
             outcome = await running.ask()
