@@ -66,7 +66,6 @@ def served_cluster(
                 stderr=stderr,
                 text=True,
                 env={**os.environ, **(environment or {})},
-                start_new_session=True,
             )
         assert process.stdout is not None
         try:
@@ -78,7 +77,7 @@ def served_cluster(
             cluster.stop()
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill()  # Ray's processes follow: they die with the one that started them
                 process.wait()
             process.stdout.close()
 
