@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+
+_FREE = b"\1"
+_HELD = b"\0"
 
 
 class PageAllocator:
     """Hands out pages 1 to ``num_pages - 1`` and takes them back at their last release.
 
-    Free pages are kept as runs of consecutive ids, so that a request gets neighbours where there
-    are any: neighbouring pages travel as one span.
+    One byte per page says whether it is free, so that looking for neighbours is a search for a
+    run of equal bytes, whatever shape the free pages are in.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -24,8 +26,7 @@ class PageAllocator:
         """Pages that can be handed out."""
         self.num_free = self.num_total
         self._references = [0] * num_pages
-        self._run_starts = [1]
-        self._run_lengths = {1: self.num_total}
+        self._is_free = bytearray(_HELD + _FREE * self.num_total)
 
     @property
     def num_held(self) -> int:
@@ -36,16 +37,24 @@ class PageAllocator:
         """Take ``count`` free pages with one reference each, or none at all when there are fewer.
 
         Returns:
-            Ascending ids: one run where a free run is long enough, else as few runs as possible.
+            Ascending ids. Neighbours travel as one span, so they are one run where a free run is
+            long enough, else runs of a half, a quarter and so on of what is wanted.
         """
+        assert count >= 0
         if count > self.num_free:
             return None
         taken: list[int] = []
+        length, begin = count, 0
         while len(taken) < count:
-            start = self._best_run(count - len(taken))
-            length = min(count - len(taken), self._run_lengths[start])
-            self._cut_run(start, length)
-            taken += range(start, start + length)
+            start = self._is_free.find(_FREE * length, begin)
+            if start < 0:
+                length, begin = length // 2, 0
+                continue
+            begin = start + length
+            self._is_free[start:begin] = _HELD * length
+            taken += range(start, begin)
+            if count - len(taken) < length:
+                length, begin = count - len(taken), 0
         taken.sort()
         for page in taken:
             self._references[page] = 1
@@ -60,51 +69,15 @@ class PageAllocator:
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference of each page; those without any become free."""
-        freed = []
+        references, is_free = self._references, self._is_free
         for page in pages:
-            assert self._references[page] > 0, f"page {page} is free"
-            self._references[page] -= 1
-            if not self._references[page]:
-                freed.append(page)
-        self.num_free += len(freed)
-        freed.sort()
-        first = 0
-        for place in range(1, len(freed) + 1):
-            if place == len(freed) or freed[place] != freed[place - 1] + 1:
-                self._add_run(freed[first], place - first)
-                first = place
+            left = references[page] - 1
+            assert left >= 0, f"page {page} is free"
+            references[page] = left
+            if not left:
+                is_free[page] = 1
+                self.num_free += 1
 
     def references(self, page: int) -> int:
         """References that exist to ``page``; 0 when it is free."""
         return self._references[page]
-
-    def _best_run(self, count: int) -> int:
-        """The first run that is long enough, or the longest."""
-        longest = self._run_starts[0]
-        for start in self._run_starts:
-            if self._run_lengths[start] >= count:
-                return start
-            if self._run_lengths[start] > self._run_lengths[longest]:
-                longest = start
-        return longest
-
-    def _cut_run(self, start: int, length: int) -> None:
-        place = bisect_left(self._run_starts, start)
-        rest = self._run_lengths.pop(start) - length
-        if rest:
-            self._run_starts[place] = start + length
-            self._run_lengths[start + length] = rest
-        else:
-            del self._run_starts[place]
-
-    def _add_run(self, start: int, length: int) -> None:
-        place = bisect_right(self._run_starts, start)
-        if place < len(self._run_starts) and self._run_starts[place] == start + length:
-            length += self._run_lengths.pop(self._run_starts.pop(place))
-        if place:
-            before = self._run_starts[place - 1]
-            if before + self._run_lengths[before] == start:
-                self._run_lengths[before] += length
-                return
-        self._run_starts.insert(place, start)
-        self._run_lengths[start] = length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,8 +75,14 @@ def _allocate(group: CacheGroup, num_pages: int) -> PageBuffer:
     nbytes = group.nbytes(num_pages)
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create(f"tandem-{group.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.posix_fallocate(fd, 0, nbytes)  # fails here, not with SIGBUS at first use
-        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # fails here, not with SIGBUS at first use
+            mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            os.close(fd)
+            raise MemoryError(f"cache group {group.name}: no {nbytes} bytes: {error}") from error
+        # whoever still has the memory may also still hand out its descriptor
+        weakref.finalize(mapping, os.close, fd).atexit = False
         return PageBuffer(group=group, num_pages=num_pages, memory=memoryview(mapping), fd=fd)
     plain = mmap.mmap(-1, nbytes)
     plain[:] = bytes(nbytes)

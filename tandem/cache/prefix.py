@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from tandem.cache.pages import PageAllocator
 
@@ -12,14 +10,13 @@ from tandem.cache.pages import PageAllocator
 class _Node:
     """One whole page of tokens, at its place after the pages of its ancestors."""
 
-    __slots__ = ("children", "last_use", "page", "parent", "token_ids")
+    __slots__ = ("children", "page", "parent", "token_ids")
 
     def __init__(self, parent: _Node | None, token_ids: tuple[int, ...], page: int) -> None:
         self.parent = parent
         self.token_ids = token_ids
         self.page = page
         self.children: dict[tuple[int, ...], _Node] = {}
-        self.last_use = 0
 
 
 class PrefixCache:
@@ -41,13 +38,17 @@ class PrefixCache:
         self._page_tokens = page_tokens
         self._enabled = enabled
         self._root = _Node(None, (), 0)
-        self._nodes: set[_Node] = set()
-        self._clock = itertools.count(1)
+        self._by_use: dict[_Node, None] = {}
+        """All nodes, least recently used first, and every node before its parent."""
 
     @property
     def num_cached(self) -> int:
-        """Pages that nobody but the cache holds."""
-        return sum(self._pages.references(node.page) == 1 for node in self._nodes)
+        """Pages that nobody but the cache holds.
+
+        Now and then one of them has to stay: two requests computed the same page at once, the
+        cache kept the first one's, and the second one still holds a page that comes after it.
+        """
+        return sum(self._pages.references(node.page) == 1 for node in self._by_use)
 
     def match(self, token_ids: Sequence[int]) -> list[int]:
         """Find the leading pages of a prompt and retain them for the caller.
@@ -55,16 +56,16 @@ class PrefixCache:
         Returns:
             Page ids in order. At least the last token is left to compute: its logits are needed.
         """
-        now = next(self._clock)
-        matched = []
+        path: list[_Node] = []
         node = self._root
         for key in self._whole_pages(token_ids, len(token_ids) - 1):
             child = node.children.get(key)
             if child is None:
                 break
-            child.last_use = now
-            matched.append(child.page)
+            path.append(child)
             node = child
+        self._use(path)
+        matched = [node.page for node in path]
         self._pages.retain(matched)
         return matched
 
@@ -77,39 +78,55 @@ class PrefixCache:
         """
         if not self._enabled:
             return
-        now = next(self._clock)
+        path: list[_Node] = []
         node = self._root
         # strict=False: the prompt's last page may be partly filled
         for key, page in zip(self._whole_pages(token_ids, len(token_ids)), page_ids, strict=False):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(node, key, page)
-                self._nodes.add(child)
                 self._pages.retain([page])
-            child.last_use = now
+            path.append(child)
             node = child
+        self._use(path)
 
     def evict(self, count: int) -> int:
         """Free up to ``count`` pages that nobody but the cache holds; returns how many it freed."""
-        evictable = [
-            (node.last_use, node.page, node) for node in self._nodes if self._is_evictable(node)
-        ]
-        heapq.heapify(evictable)
-        freed = 0
-        while evictable and freed < count:
-            *_, node = heapq.heappop(evictable)
-            parent = node.parent
-            assert parent is not None
-            del parent.children[node.token_ids]
-            self._nodes.remove(node)
-            self._pages.release([node.page])
-            freed += 1
-            if parent is not self._root and self._is_evictable(parent):
-                heapq.heappush(evictable, (parent.last_use, parent.page, parent))
-        return freed
+        victims = self._victims(count)
+        self._forget(victims)
+        return len(victims)
 
-    def _is_evictable(self, node: _Node) -> bool:
-        return not node.children and self._pages.references(node.page) == 1
+    def make_room(self, count: int) -> bool:
+        """Free ``count`` pages that nobody but the cache holds, or none when there are fewer."""
+        victims = self._victims(count)
+        if len(victims) < count:
+            return False
+        self._forget(victims)
+        return True
+
+    def _victims(self, count: int) -> Collection[_Node]:
+        """The next ``count`` nodes to go, or all that can: a page goes after all its children."""
+        victims: dict[_Node, None] = {}
+        for node in self._by_use:  # one pass is enough: a parent comes after its children
+            if len(victims) >= count:
+                break
+            alone = self._pages.references(node.page) == 1
+            if alone and all(child in victims for child in node.children.values()):
+                victims[node] = None
+        return victims
+
+    def _forget(self, nodes: Collection[_Node]) -> None:
+        for node in nodes:
+            del self._by_use[node]
+            assert node.parent is not None
+            del node.parent.children[node.token_ids]
+        self._pages.release(node.page for node in nodes)
+
+    def _use(self, path: Sequence[_Node]) -> None:
+        """Make the nodes of a path from the root the most recently used, the deepest first."""
+        for node in reversed(path):
+            self._by_use.pop(node, None)
+            self._by_use[node] = None
 
     def _whole_pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, ...]]:
         """Tokens of each page that lies wholly within the first ``num_tokens``."""
@@ -122,11 +139,9 @@ def allocate_with_eviction(
 ) -> list[int] | None:
     """Take ``count`` pages, at the cost of cached ones if need be; None when even that is too few.
 
-    Nothing is evicted in vain: a request that cannot start leaves the cache as it is.
+    A request that cannot start for want of pages leaves the cache as it is.
     """
     missing = count - pages.num_free
-    if missing > 0:
-        if missing > prefix.num_cached:
-            return None
-        prefix.evict(missing)
+    if missing > 0 and not prefix.make_room(missing):
+        return None
     return pages.allocate(count)
