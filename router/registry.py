@@ -274,20 +274,17 @@ class Registry:
                         await self.next_change().wait()
                 except TimeoutError:
                     assert due is not None
-                    self._expire(due)
+                    self.expire(due)
         finally:
             self._closing += [member.link for member in self._members.values()]
             await self._close_links()
 
-    def _next_expiry(self) -> float | None:
-        reports = [member.reported_at for member in self._members.values() if not member.lost]
-        return min(reports) + self._config.heartbeat_timeout_s if reports else None
+    def expire(self, due: float) -> None:
+        """Lose members whose last report is older than the time-out; `run` does it in time.
 
-    def _expire(self, due: float) -> None:
-        """Lose members whose last report is older than the time-out.
-
-        When this process itself slept through ``due``, their reports may lie unread in its sockets:
-        everybody gets another time-out.
+        Args:
+            due: when this should have happened. If the process itself slept through that moment,
+                reports may lie unread in its sockets: everybody gets another time-out.
         """
         now = self._loop.time()
         timeout_s = self._config.heartbeat_timeout_s
@@ -300,6 +297,10 @@ class Registry:
             else:
                 self._lose(member, f"no sign of life for {timeout_s:g} s")
         self._announce()
+
+    def _next_expiry(self) -> float | None:
+        reports = [member.reported_at for member in self._members.values() if not member.lost]
+        return min(reports) + self._config.heartbeat_timeout_s if reports else None
 
     def _lose(self, member: Member, reason: str) -> None:
         if member.lost:

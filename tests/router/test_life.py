@@ -421,3 +421,29 @@ def test_expired_and_cancelled_requests_leave_the_queue_unrun(
             assert len(decode.started) == 2
 
     asyncio.run(main())
+
+
+def test_requests_are_spread_and_load_counts_until_the_stream_ends(
+    config: TandemConfig, folder: ModelFolder
+) -> None:
+    async def main() -> None:
+        async with cluster(config, folder, num_prefill=2, num_decode=2) as running:
+            for decode in running.decode:
+                decode.script = stall_after_one_token
+            calls = []
+            for _ in range(10):
+                call = running.stub.Generate(greedy("hello", max_tokens=3))
+                await anext(aiter(call))
+                calls.append(call)
+            workers = [*running.prefill, *running.decode]
+            assert [len(worker.started) for worker in workers] == [5, 5, 5, 5]
+            first = running.decode[0]
+            ids = {work.request_id for work in first.started}
+            for request_id in ids:
+                await running.stub.Abort(generate_pb2.AbortRequest(request_id=request_id))
+            await first.until(lambda: len(first.cancelled) == 5)
+            for _ in range(5):
+                await anext(aiter(running.stub.Generate(greedy("hello", max_tokens=3))))
+            assert len(first.started) == 10
+
+    asyncio.run(main())
