@@ -109,13 +109,14 @@ def _build(compiler: str, folder: Path, progress: Progress) -> str | None:
         progress("compiling CPU kernels", 0, 1)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built, log = Path(scratch) / _LIBRARY_NAME, folder / "build.log"
-            command = [compiler, *_flags(), str(_SOURCES / "kernels.cpp"), "-o", str(built)]
+            source = str(_SOURCES / "kernels.cpp")
+            command = [compiler, *_flags(), source, "-o", str(built), *_link_flags()]
             with log.open("w") as output:
                 output.write(" ".join(command) + "\n")
                 output.flush()
                 try:
                     done = subprocess.run(
-                        [*command, *_link_flags()],
+                        command,
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         timeout=_COMPILE_TIMEOUT_S,

@@ -16,7 +16,7 @@ namespace tandem {
 
 constexpr int kTile = 16;       // keys at a time: one lane each
 constexpr int kRowBlock = 4;    // rows that share one pass over a tile of keys
-constexpr int kMaxRows = 48;    // rows of one kv head: their state stays in the first-level cache
+constexpr int kTaskRows = 48;   // rows of one kv head: their state stays in the first-level cache
 
 typedef float Scores __attribute__((vector_size(kTile * 4)));
 typedef int32_t ScoreBits __attribute__((vector_size(kTile * 4)));
