@@ -23,8 +23,10 @@ class TextStream(Protocol):
 class OutputStream:
     """The output of one request. Every token goes through `push`, the handed-over one included.
 
-    Text that may be the beginning of a stop string is held back until it is decided. A stop string
-    counts only where it lies wholly after the first ``min_tokens`` tokens.
+    Text that may be the beginning of a stop string is held back until it is decided. Of several
+    stop strings the one that is complete first ends the text, and of those that end together the
+    longest: so the text does not depend on where one token ends and the next begins. A stop string
+    counts only where it lies wholly after the text of the first ``min_tokens`` tokens.
     """
 
     def __init__(
@@ -85,11 +87,16 @@ class OutputStream:
         return "length" if last else None
 
     def _cut_at_stop_string(self) -> bool:
-        """Cut what is held at the earliest stop string in it; whether there was one."""
-        places = [place for stop in self._stop.stop if (place := self._held.find(stop)) >= 0]
-        if places:
-            self._held = self._held[: min(places)]
-        return bool(places)
+        """Cut what is held at the stop string that is complete first; whether there was one."""
+        found = [
+            (start + len(stop), start)
+            for stop in self._stop.stop
+            if (start := self._held.find(stop)) >= 0
+        ]
+        if found:
+            _, start = min(found)
+            self._held = self._held[:start]
+        return bool(found)
 
     def _release(self, reason: FinishReason | None) -> str:
         """Text that nothing can take back any more."""

@@ -6,21 +6,19 @@ top_k, top_p, min_p, draw. Rows of a batch never influence one another.
 
 from __future__ import annotations
 
-import math
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.errors import WorkerError
 from tandem.requests import SampledToken, SamplingParams, StopParams, TokenLogprobs
+from tandem.sampling.draw import DrawRule, draw, most_likely, select_rows
+from tandem.sampling.noise import position_state
 
 LOGPROB_FLOOR = -1e4
 """Log-probabilities of impossible tokens are reported as this: a finite number serialises."""
-
-_TOP_P_CANDIDATES = 1024
-_DRAW_BITS = 53
 
 
 class SequenceSampler:
@@ -47,51 +45,64 @@ class SequenceSampler:
         self.vocab_size = vocab_size
         self.index = 0
         """Output position of the next token."""
+        self.bias = tuple(it for it in sampling.logit_bias if 0 <= it[0] < vocab_size)
+        """(token id, amount) of what can be drawn."""
+        self.seen_ids = array("q")
+        """Distinct tokens that penalties apply to; empty when there are no penalties."""
+        self.seen_counts = array("q")
+        """How often each of ``seen_ids`` was emitted; 0 for tokens of the prompt alone."""
+        self._places: dict[int, int] = {}
         self._min_tokens = stop.min_tokens
         ending = set(stop.stop_token_ids) | (set() if stop.ignore_eos else set(eos_token_ids))
-        self._ending = sorted(token_id for token_id in ending if token_id < vocab_size)
-        self._counts: dict[int, int] = {}
-        self._seen = set(prompt_token_ids) if sampling.repetition_penalty != 1.0 else set()
+        self._ending = sorted(token_id for token_id in ending if 0 <= token_id < vocab_size)
+        repeats = sampling.repetition_penalty != 1.0
+        self._counts = repeats or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        if repeats:
+            for token_id in prompt_token_ids:
+                if 0 <= token_id < vocab_size:
+                    self._see(token_id, 0)
 
     def observe(self, token_id: int) -> None:
         """A token was emitted at `index`."""
         self.index += 1
-        self._counts[token_id] = self._counts.get(token_id, 0) + 1
-        if self.sampling.repetition_penalty != 1.0:
-            self._seen.add(token_id)
+        if self._counts:
+            self._see(token_id, 1)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
-        return self.sampling.temperature == 0.0
+    def banned(self) -> Sequence[int]:
+        """Tokens that would end the output before ``min_tokens``."""
+        return self._ending if self.index < self._min_tokens else ()
 
-    def adjust(self, logits: Tensor) -> None:
-        """Apply bias and penalties to this request's logits ``[vocab_size]``, in place."""
+    @property
+    def reports(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return self.sampling.logprobs or self.sampling.top_logprobs > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token is the one with the largest logit, and nothing is reported."""
+        adjusted = self.bias or self.seen_ids or self.banned
+        return self.sampling.temperature == 0.0 and not (self.reports or adjusted)
+
+    def rule(self) -> DrawRule:
+        """How the next token is drawn; for temperatures above 0."""
         params = self.sampling
-        if params.logit_bias:
-            token_ids, amounts = zip(*params.logit_bias, strict=True)
-            logits[list(token_ids)] += torch.tensor(amounts, dtype=logits.dtype)
-        if self._seen:
-            seen = torch.tensor(sorted(self._seen))
-            values, penalty = logits[seen], params.repetition_penalty
-            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-        if self._counts and (params.presence_penalty or params.frequency_penalty):
-            counts = torch.tensor(list(self._counts.values()), dtype=logits.dtype)
-            emitted = torch.tensor(list(self._counts))
-            logits[emitted] -= params.presence_penalty + params.frequency_penalty * counts
+        return DrawRule(
+            temperature=params.temperature,
+            top_k=params.top_k if params.top_k < self.vocab_size else 0,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            state=position_state(params.seed, self.index),
+        )
 
-    @property
-    def banned(self) -> list[int]:
-        """Tokens that would end the output too early."""
-        return self._ending if self.index < self._min_tokens else []
-
-    def uniform(self) -> float:
-        """This position's number in [0, 1): Philox 4x64 with the seed as key, `index` as counter.
-
-        "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-        """
-        generator = np.random.Philox(key=self.sampling.seed, counter=self.index)
-        return (int(generator.random_raw()) >> (64 - _DRAW_BITS)) / 2.0**_DRAW_BITS
+    def _see(self, token_id: int, emitted: int) -> None:
+        if token_id >= self.vocab_size:  # a prompt may hold ids that are never drawn
+            return
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self.seen_ids):
+            self.seen_ids.append(token_id)
+            self.seen_counts.append(0)
+        self.seen_counts[place] += emitted
 
 
 def sample(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[SampledToken]:
@@ -99,108 +110,154 @@ def sample(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[Sampled
 
     Args:
         logits: float32 ``[rows, vocabulary]``.
-        sequences: one per row.
+        sequences: one per row, all of one vocabulary.
 
     Returns:
         One token per row, with log-probabilities where they were asked for.
 
     Raises:
-        WorkerError: the model gave a NaN, or nothing but impossible tokens.
+        WorkerError: a row's largest logit is NaN or infinite, so the model's arithmetic failed.
     """
-    plain = all(_is_plain(sequence) for sequence in sequences)
-    width = min(sequence.vocab_size for sequence in sequences)
-    if plain and all(s.vocab_size == width for s in sequences):
-        best, token_ids = logits[:, :width].max(dim=-1)
-        _check_finite(best)
-        return [SampledToken(token_id=token_id) for token_id in token_ids.tolist()]
-    return [_sample_row(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
-
-
-def _is_plain(sequence: SequenceSampler) -> bool:
-    """Greedy with nothing to adjust or report: one argmax serves all such rows."""
-    params = sequence.sampling
-    return (
-        sequence.is_greedy
-        and not (params.logit_bias or params.logprobs or params.top_logprobs)
-        and not (params.presence_penalty or params.frequency_penalty)
-        and params.repetition_penalty == 1.0
-        and not sequence.banned
-    )
+    if not sequences:
+        return []
+    logits = logits[:, : sequences[0].vocab_size]
+    assert len(logits) == len(sequences)
+    assert all(sequence.vocab_size == sequences[0].vocab_size for sequence in sequences)
+    _check_finite(logits.amax(dim=1))
+    special = [row for row, sequence in enumerate(sequences) if not sequence.is_plain]
+    if not special:
+        return [SampledToken(token_id=token_id) for token_id in logits.argmax(dim=1).tolist()]
+    tokens = iter(_choose(logits[special], [sequences[row] for row in special]))
+    if len(special) == len(sequences):
+        return list(tokens)
+    best_ids: list[int] = logits.argmax(dim=1).tolist()
+    return [
+        SampledToken(token_id=best_id) if sequence.is_plain else next(tokens)
+        for best_id, sequence in zip(best_ids, sequences, strict=True)
+    ]
 
 
 def _check_finite(best: Tensor) -> None:
-    if not bool(torch.isfinite(best).all()):
-        raise WorkerError("sampler", "the model's logits hold NaN or nothing but infinities")
+    bad = (~best.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        values = ", ".join(f"row {row}: {float(best[row])}" for row in bad[:4])
+        raise WorkerError(
+            "sampler", f"the largest logits of {len(bad)} rows are not numbers ({values})"
+        )
 
 
-def _sample_row(row: Tensor, sequence: SequenceSampler) -> SampledToken:
-    logits = row[: sequence.vocab_size].clone()
-    sequence.adjust(logits)
-    _check_finite(logits.max())
-    reported = logits
-    if sequence.banned:
-        reported = logits.clone()
-        logits[sequence.banned] = -math.inf
-        _check_finite(logits.max())
-    token_id = int(logits.argmax()) if sequence.is_greedy else _draw(logits, sequence)
-    params = sequence.sampling
-    if not (params.logprobs or params.top_logprobs):
-        return SampledToken(token_id=token_id)
-    return SampledToken(
-        token_id=token_id, logprobs=_logprobs(reported, token_id, params.top_logprobs)
-    )
+def _choose(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[SampledToken]:
+    """As `sample`, for rows that take more than an argmax; overwrites ``logits``."""
+    _add_bias(logits, sequences)
+    _penalise(logits, sequences)
+    reporting = [row for row, it in enumerate(sequences) if it.reports]
+    reported = logits[reporting] if reporting else None
+    _ban(logits, sequences)
+    token_ids = _token_ids(logits, sequences)
+    tokens = [SampledToken(token_id=token_id) for token_id in token_ids]
+    if reported is not None:
+        counts = [sequences[row].sampling.top_logprobs for row in reporting]
+        entries = _logprobs(reported, [token_ids[row] for row in reporting], counts)
+        for row, entry in zip(reporting, entries, strict=True):
+            tokens[row] = SampledToken(token_id=token_ids[row], logprobs=entry)
+    return tokens
 
 
-def _logprobs(logits: Tensor, token_id: int, count: int) -> TokenLogprobs:
-    logprobs = torch.log_softmax(logits.double(), dim=-1).clamp_(min=LOGPROB_FLOOR)
-    top: tuple[tuple[int, float], ...] = ()
-    if count:
-        values, ids = logprobs.topk(min(count, len(logprobs)))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(logprob=float(logprobs[token_id]), top=top)
+def _token_ids(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[int]:
+    hot = [row for row, it in enumerate(sequences) if it.sampling.temperature > 0.0]
+    if len(hot) < len(sequences):
+        token_ids: list[int] = logits.argmax(dim=1).tolist()
+    else:
+        token_ids = [0] * len(sequences)
+    if hot:
+        drawn = draw(select_rows(logits, hot), [sequences[row].rule() for row in hot])
+        for row, token_id in zip(hot, drawn, strict=True):
+            token_ids[row] = token_id
+    return token_ids
 
 
-def _draw(logits: Tensor, sequence: SequenceSampler) -> int:
-    params = sequence.sampling
-    # The maximum becomes 0 before the division: no temperature can make it overflow.
-    scaled = (logits.double() - logits.max()) / params.temperature
-    weights, token_ids = scaled.exp(), None
-    if 0 < params.top_k < len(weights):
-        token_ids = _most_likely(weights, params.top_k)
-        weights = weights[token_ids]
-    if params.top_p < 1.0:
-        kept = _nucleus(weights, params.top_p)
-        weights, token_ids = weights[kept], kept if token_ids is None else token_ids[kept]
-    if params.min_p > 0.0:
-        weights = torch.where(weights >= params.min_p * weights.max(), weights, 0.0)
-    cumulative = weights.cumsum(0)
-    target = sequence.uniform() * cumulative[-1]
-    # right=True: a token without weight spans nothing and is never hit
-    place = int(torch.searchsorted(cumulative, target, right=True))
-    place = min(place, int(weights.nonzero()[-1]))
-    return place if token_ids is None else int(token_ids[place])
+class _Entries:
+    """Places in logits ``[rows, vocabulary]``: some token ids of each row, in one flat list."""
+
+    def __init__(self, logits: Tensor, token_ids: Sequence[Sequence[int]]) -> None:
+        flat = array("q")
+        for ids in token_ids:
+            flat.extend(ids)
+        lengths = torch.tensor([len(ids) for ids in token_ids])
+        rows = torch.repeat_interleave(torch.arange(len(token_ids)), lengths)
+        places = torch.tensor(flat, dtype=torch.int64) + rows * logits.shape[1]
+        self.rows = rows.to(logits.device)
+        self._places = places.to(logits.device)
+        self._flat = logits.view(-1)
+
+    def get(self) -> Tensor:
+        """The logits there."""
+        return self._flat[self._places]
+
+    def put(self, values: Tensor) -> None:
+        """Overwrite the logits there."""
+        self._flat[self._places] = values
+
+    def per_row(self, values: Iterable[float]) -> Tensor:
+        """One value of each row, at each of its places."""
+        return torch.tensor(list(values), dtype=self._flat.dtype, device=self.rows.device)[
+            self.rows
+        ]
 
 
-def _most_likely(weights: Tensor, count: int) -> Tensor:
-    """Ids of the ``count`` largest weights, largest first; of equal ones the lower id."""
-    bound = weights.topk(count).values[-1]
-    candidates = (weights >= bound).nonzero().flatten()  # ascending ids
-    order = weights[candidates].argsort(descending=True, stable=True)
-    return candidates[order][:count]
+def _add_bias(logits: Tensor, sequences: Sequence[SequenceSampler]) -> None:
+    if not any(sequence.bias for sequence in sequences):
+        return
+    entries = _Entries(logits, [[token_id for token_id, _ in it.bias] for it in sequences])
+    amounts = [amount for sequence in sequences for _, amount in sequence.bias]
+    entries.put(entries.get() + torch.tensor(amounts, dtype=logits.dtype, device=logits.device))
 
 
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """Ids of the fewest largest weights that sum to ``top_p`` of all; at least one.
+def _penalise(logits: Tensor, sequences: Sequence[SequenceSampler]) -> None:
+    """Repetition as in arXiv:1909.05858 section 4.1, with its sign fixed for negative logits."""
+    if not any(sequence.seen_ids for sequence in sequences):
+        return
+    entries = _Entries(logits, [sequence.seen_ids for sequence in sequences])
+    flat = array("q")
+    for sequence in sequences:
+        flat.extend(sequence.seen_counts)
+    counts = torch.tensor(flat, dtype=logits.dtype, device=logits.device)
+    params = [sequence.sampling for sequence in sequences]
+    repetition = entries.per_row(it.repetition_penalty for it in params)
+    presence = entries.per_row(it.presence_penalty for it in params)
+    frequency = entries.per_row(it.frequency_penalty for it in params)
+    values = entries.get()
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    entries.put(values - (presence * (counts > 0) + frequency * counts))
 
-    "The Curious Case of Neural Text Degeneration", arXiv:1904.09751.
+
+def _ban(logits: Tensor, sequences: Sequence[SequenceSampler]) -> None:
+    """Make tokens that would end a row's output too early impossible.
+
+    Where that leaves nothing, the row stays as it is: its stop tokens are the whole vocabulary, and
+    `OutputStream` lets them pass while it is too early to end.
     """
-    wanted = top_p * float(weights.sum())
-    count = min(_TOP_P_CANDIDATES, len(weights))
-    while True:
-        token_ids = _most_likely(weights, count)
-        cumulative = weights[token_ids].cumsum(0)
-        if count == len(weights) or float(cumulative[-1]) >= wanted:
-            break
-        count = min(8 * count, len(weights))
-    reached = int(torch.searchsorted(cumulative, wanted))
-    return token_ids[: reached + 1]
+    if not any(sequence.banned for sequence in sequences):
+        return
+    entries = _Entries(logits, [sequence.banned for sequence in sequences])
+    values = entries.get()
+    impossible = torch.full_like(values, -torch.inf)
+    entries.put(impossible)
+    nothing_left = logits.amax(dim=1).isinf()[entries.rows]
+    entries.put(torch.where(nothing_left, values, impossible))
+
+
+def _logprobs(
+    logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the chosen token and of the ``counts`` best tokens of each row."""
+    logprobs = logits.to(torch.float64).log_softmax(dim=1).clamp_(min=LOGPROB_FLOOR)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
+    top_ids = most_likely(logits, min(max(counts), logits.shape[1]))
+    tops = zip(top_ids.tolist(), logprobs.gather(1, top_ids).tolist(), strict=True)
+    return [
+        TokenLogprobs(logprob=logprob, top=tuple(zip(ids, values, strict=True))[:count])
+        for logprob, (ids, values), count in zip(
+            chosen.flatten().tolist(), tops, counts, strict=True
+        )
+    ]
