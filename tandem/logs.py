@@ -4,33 +4,59 @@ from __future__ import annotations
 
 import logging
 import sys
+import textwrap
+import time
 from collections.abc import Callable
+from typing import Any, TextIO
 
 from tandem.config.tree import LogConfig
 
 PACKAGES = ("tandem", "kv_transfer", "prefill_worker", "decode_worker", "router", "launcher")
 
-_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s"
+_TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
 
 
 def write_logs(config: LogConfig) -> None:
-    """Write this process's own records to stderr from the configured level on."""
+    """Write this process's own records to stderr from the configured level on.
+
+    A record is one line, ``time level name text``, with the time in UTC. A traceback follows on
+    lines that are indented, so that every line which is not begins a record. A second call replaces
+    what the first one set.
+    """
     level = logging.getLevelNamesMapping()[config.level.upper()]
     handler = _ToStderr()
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(_OneLine())
     handler.setLevel(level)
     for package in PACKAGES:
         logger = logging.getLogger(package)
+        for former in [it for it in logger.handlers if isinstance(it, _ToStderr)]:
+            logger.removeHandler(former)
         logger.setLevel(min(level, logging.INFO))
         logger.addHandler(handler)
         logger.propagate = False
 
 
-class _ToStderr(logging.Handler):
+class _ToStderr(logging.StreamHandler[TextIO]):
     """Looks stderr up for each record, so that progress bars can hold it for a moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(f"{self.format(record)}\n")
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+class _OneLine(logging.Formatter):
+    """Keeps line breaks of a message, which may come from outside, from looking like records."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT, _TIME_FORMAT)
+        self.converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return textwrap.indent(super().formatException(ei), "    ")
 
 
 class Listener(logging.Handler):
