@@ -186,7 +186,7 @@ class Registry:
         member.stream = 0
         logger.info("worker=%s left", member.identity.worker_id)
         if member.status.state == "draining":
-            self._lose(member, "it has stopped")
+            self._lose(member, "it has stopped", logging.INFO)
             del self._members[member.identity.role, member.identity.worker_id]
         self._announce()
 
@@ -302,10 +302,10 @@ class Registry:
         reports = [member.reported_at for member in self._members.values() if not member.lost]
         return min(reports) + self._config.heartbeat_timeout_s if reports else None
 
-    def _lose(self, member: Member, reason: str) -> None:
+    def _lose(self, member: Member, reason: str, level: int = logging.WARNING) -> None:
         if member.lost:
             return
-        logger.warning("worker=%s is lost: %s", member.identity.worker_id, reason)
+        logger.log(level, "worker=%s is lost: %s", member.identity.worker_id, reason)
         member.lose(reason)
         self._closing.append(member.link)
         lost = [key for key, other in self._members.items() if other.lost]

@@ -144,8 +144,10 @@ class FakeWorker:
         self._server: grpc.aio.Server | None = None
         self._membership: asyncio.Task[None] | None = None
 
-    async def start(self, registry_address: str, tasks: asyncio.TaskGroup) -> None:
-        """Serve and join."""
+    async def start(
+        self, registry_address: str, tasks: asyncio.TaskGroup, *, proxied: bool = True
+    ) -> None:
+        """Serve and join; without proxies `die` and `freeze` do not work, but all is faster."""
         token, limits = ClusterToken(SECRET), TandemConfig().limits
         self._server = grpc.aio.server(
             interceptors=(ClusterAuth(token),), options=server_options(limits)
@@ -153,11 +155,14 @@ class FakeWorker:
         self._add_to(self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
-        self.calls_proxy.start(f"127.0.0.1:{port}", tasks)
-        self.reports_proxy.start(registry_address, tasks)
-        self.identity = dataclasses.replace(self.identity, address=self.calls_proxy.address)
+        address = f"127.0.0.1:{port}"
+        if proxied:
+            self.calls_proxy.start(address, tasks)
+            self.reports_proxy.start(registry_address, tasks)
+            address, registry_address = self.calls_proxy.address, self.reports_proxy.address
+        self.identity = dataclasses.replace(self.identity, address=address)
         self.membership = Membership(
-            self.reports_proxy.address, self.identity, lambda: self.status, token, limits
+            registry_address, self.identity, lambda: self.status, token, limits
         )
         self._membership = tasks.create_task(
             self.membership.run(), name=f"{self.identity.worker_id}/membership"
