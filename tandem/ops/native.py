@@ -16,11 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from tandem.ops import library as _library  # noqa: F401 - defines the operators
 from tandem.weights.home import Progress, silent, tandem_home
@@ -103,7 +104,7 @@ def _load(path: Path) -> NativeStatus:
 def _build(compiler: str, folder: Path, progress: Progress) -> str | None:
     """Compile into ``folder``, whole or not at all; returns what went wrong, or None."""
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
+    with _locked(folder, progress):
         if (folder / _LIBRARY_NAME).is_file():  # another process was first
             return None
         progress("compiling CPU kernels", 0, 1)
@@ -130,6 +131,20 @@ def _build(compiler: str, folder: Path, progress: Progress) -> str | None:
         progress("compiling CPU kernels", 1, 1)
     logger.info("built CPU kernels path=%s", folder)
     return None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, progress: Progress) -> Iterator[None]:
+    lock = FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress("waiting for another process that compiles the CPU kernels", 0, 0)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _find_compiler() -> str | None:

@@ -67,6 +67,31 @@ def test_a_built_library_needs_no_compiler(tmp_path: Path) -> None:
     assert (loaded, detail, reports, warnings) == ("True", str(copy), "[]", "")
 
 
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    status = native.load_native()
+    if not status.loaded:
+        pytest.skip(f"native kernels: {status.detail}")
+    compiler = tmp_path / "cxx"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f"echo started >> {tmp_path}/log\n"
+        'while [ "$1" != -o ]; do shift; done\n'
+        f'cp {status.detail} "$2"\n'
+    )
+    compiler.chmod(0o755)
+    environment = {**os.environ, "TANDEM_HOME": str(tmp_path / "home"), "CXX": str(compiler)}
+    starts = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROBE], env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for start in starts:
+        output, _ = start.communicate()
+        assert output.startswith("True|")
+    assert (tmp_path / "log").read_text() == "started\n"
+
+
 def test_a_damaged_library_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "kernels" / native._build_key()
     folder.mkdir(parents=True)
