@@ -124,6 +124,11 @@ class KVStream:
         """
         return await self._quiet.wait()
 
+    @property
+    def quiet(self) -> bool:
+        """Whether the stream has ended and nothing reads its source pages any more."""
+        return self._quiet.done
+
     def control(self, kind: FrameType, message: Message) -> OutFrame:
         """Make a control frame of this stream."""
         header = Header(type=kind, room=self.key[0], epoch=self.key[1])

@@ -127,6 +127,11 @@ class FrameLog:
             self._written[header.type] += direction == "to_decode"
             self._changed.notify_all()
 
+    def count(self, kind: FrameType) -> int:
+        """How many frames of a type were written."""
+        with self._changed:
+            return self._written[kind]
+
     def wait_for(self, kind: FrameType, times: int) -> None:
         """Block until enough frames of a type were written."""
         with self._changed:

@@ -233,8 +233,7 @@ def test_source_pages_stay_pinned_while_the_far_side_may_read_them() -> None:
             with pytest.raises(TransferAborted):
                 await reservation.wait()
             waiting = asyncio.create_task(stream.wait())
-            await asyncio.sleep(0)
-            assert not waiting.done()  # the frames' credit is not back
+            assert not stream.quiet  # the frames' credit is not back
             pair.network.rule = lambda way, header: "deliver"
             pair.network.release()
             with pytest.raises(TransferAborted):
@@ -248,15 +247,16 @@ def test_pinned_pages_of_an_aborted_stream_are_not_pinned_for_ever() -> None:
 
     async def scenario() -> None:
         async with make_pair("inproc-pull", idle_timeout_s=20.0) as pair:
-            pair.network.rule = hold_types(FrameType.CREDIT, FrameType.ABORT, FrameType.PONG)
+            pair.network.rule = hold_types(FrameType.CREDIT)
             reservation = pair.receiver.reserve("a", 5, [3, 4], 8)
             stream = await pair.sender.open(reservation.target, "a")
             stream.send_layer(0, [10, 11], 0)
             await reservation.wait_layer(0)
             stream.abort("client left")
+            with pytest.raises(TransferAborted):
+                await reservation.wait()
             waiting = asyncio.create_task(stream.wait())
-            await asyncio.sleep(0)
-            assert not waiting.done()
+            assert not stream.quiet
             pair.clock.now_s += 20.0
             pair.sender.check_deadlines()
             with pytest.raises(TransferAborted, match="client left"):
@@ -310,6 +310,27 @@ def test_source_page_that_changes_under_way_is_corrupt() -> None:
                 await reservation.wait()
             with pytest.raises(TransferAborted):
                 await stream.wait()
+
+    run(scenario())
+
+
+def test_no_abort_follows_a_commit(inproc_pair: MakePair) -> None:
+    async def scenario() -> None:
+        async with inproc_pair() as pair:
+            pair.network.rule = hold_types(FrameType.DONE)
+            reservation = pair.receiver.reserve("a", 5, [3, 4], 8)
+            stream = await pair.sender.open(reservation.target, "a")
+            pair.send(stream, [10, 11])
+            stream.finish(handover(8))
+            await pair.sender_says(FrameType.COMMIT)
+            stream.abort("too late")
+            with pytest.raises(TransferAborted, match="too late"):
+                await stream.wait()
+            await reservation.wait()
+            pair.network.rule = lambda way, header: "deliver"
+            pair.network.release()
+            await pair.transfer(6, [1], [7])
+            assert pair.log.count(FrameType.ABORT) == 0
 
     run(scenario())
 
