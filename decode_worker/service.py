@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import aclosing
 from typing import Any
 
@@ -15,6 +16,8 @@ from tandem.requests import OutputChunk
 from tandem.serving import Calls
 from tandem.wireforms import chunk_event, request_from_wire
 from tandem.workerserver import GetState
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
@@ -33,6 +36,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         context: grpc.aio.ServicerContext[Any, worker_pb2.DecodeEvent],
     ) -> None:
         """Reserve pages, take in the prompt's K and V, stream the output."""
+        request_id = request.request.request_id
         try:
             with self._calls.serve():
                 work = request_from_wire(request.request)
@@ -41,6 +45,8 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
                         await context.write(_to_wire(event))
         except ServingError as error:
             await abort(context, error)
+        except grpc.aio.InternalError:  # a write to a caller that is gone
+            logger.debug("request_id=%s the caller left", request_id)
 
     async def GetStatus(  # noqa: N802 - gRPC's spelling
         self,

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,8 @@ from tandem.config.tree import DecodeConfig
 from tandem.device import DeviceThread
 from tandem.errors import PeerLost, RequestError, TransferCorrupt, TransferError, WorkerError
 from tandem.models.model import DecodeRow
-from tandem.requests import (
-    GenerateRequest,
-    Handover,
-    OutputChunk,
-    RequestId,
-    Room,
-    SampledToken,
-    SamplingParams,
-    StopParams,
-)
+from tandem.requests import GenerateRequest, Handover, OutputChunk, Room, SampledToken
+from tandem.testing.reference import new_request
 from tandem.testing.tiny import TINY_EOS_TOKEN_ID, TINY_VOCAB_SIZE, write_tiny_llama
 from tandem.tokenizer import Tokenizer, load_tokenizer
 from tandem.weights.store import prepare
@@ -42,13 +35,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def request(room: int, prompt_tokens: int = 5, max_tokens: int = 4) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=RequestId(f"r{room}"),
-        room=Room(room),
-        token_ids=tuple(range(prompt_tokens)),
-        sampling=SamplingParams(temperature=0.0),
-        stop=StopParams(max_tokens=max_tokens),
-    )
+    made = new_request(range(prompt_tokens), max_tokens, ignore_eos=False)
+    return replace(made, room=Room(room))
 
 
 class FakeReservation:

@@ -66,7 +66,7 @@ async def start(
     return process, address
 
 
-def test_two_processes_serve_requests_and_stop_when_told(
+def test_processes_serve_survive_a_killed_peer_and_stop_when_told(
     folder: ModelFolder, config: Configure, expected: Expected, secret: bytes
 ) -> None:
     async def serve(pair: Pair) -> None:
@@ -76,61 +76,38 @@ def test_two_processes_serve_requests_and_stop_when_told(
             assert completion.token_ids == expected(work).token_ids
         await pair.idle()
 
+    async def lose_prefill(pair: Pair, prefill: Process) -> None:
+        calls = [
+            asyncio.create_task(pair.generate(new_request(random_prompt(400, n)))) for n in range(8)
+        ]
+        await pair.until(lambda _, decode: decode.running > 0)
+        prefill.kill()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(outcome, Completion | ServingError) for outcome in outcomes)
+
     async def scenario() -> list[int]:
         processes: list[Process] = []
         try:
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(100):
+                roles = ("prefill", "decode", "prefill")
                 started = await asyncio.gather(
-                    *(start(role, config(), folder, secret) for role in ("prefill", "decode"))
+                    *(start(role, config(), folder, secret) for role in roles)
                 )
                 processes += [process for process, _ in started]
-                async with connect(started[0][1], started[1][1], secret) as pair:
-                    await serve(pair)
-                for process in processes:
-                    process.send_signal(signal.SIGTERM)
-                return [await process.wait() for process in processes]
-        finally:
-            for process in processes:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-
-    assert asyncio.run(scenario()) == [0, 0]
-
-
-def test_a_killed_prefill_worker_leaves_decode_clean(
-    folder: ModelFolder, config: Configure, expected: Expected, secret: bytes
-) -> None:
-    async def scenario() -> None:
-        processes: list[Process] = []
-        try:
-            async with asyncio.timeout(90):
-                (first, where), (decode, decode_where), (second, other) = await asyncio.gather(
-                    *(
-                        start(role, config(), folder, secret)
-                        for role in ("prefill", "decode", "prefill")
-                    )
-                )
-                processes += [first, decode, second]
+                (first, where), (decode, decode_where), (second, other) = started
                 async with connect(where, decode_where, secret) as pair:
-                    calls = [
-                        asyncio.create_task(pair.generate(new_request(random_prompt(400, n))))
-                        for n in range(8)
-                    ]
-                    await pair.until(lambda prefill, decode: decode.running > 0)
-                    first.kill()
-                    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-                    assert all(
-                        isinstance(outcome, Completion | ServingError) for outcome in outcomes
-                    )
+                    await serve(pair)
+                    await lose_prefill(pair, first)
                 async with connect(other, decode_where, secret) as pair:
                     await pair.idle()
-                    work = new_request(random_prompt(50))
-                    assert (await pair.generate(work)).token_ids == expected(work).token_ids
+                    await serve(pair)
+                for process in (decode, second):
+                    process.send_signal(signal.SIGTERM)
+                return [await process.wait() for process in (decode, second)]
         finally:
             for process in processes:
                 if process.returncode is None:
                     process.kill()
                 await process.wait()
 
-    asyncio.run(scenario())
+    assert asyncio.run(scenario()) == [0, 0]

@@ -148,7 +148,20 @@ def test_every_token_has_its_logprobs_the_first_too(
     with_pair(config(), body)
 
 
-def test_a_slow_reader_gets_everything_in_fewer_chunks(
+def test_requests_that_fill_the_pool_take_turns(
+    with_pair: WithPair, config: Configure, expected: Expected
+) -> None:
+    async def body(pair: Pair) -> None:
+        works = [new_request(random_prompt(20, n), max_tokens=40) for n in range(6)]
+        done = await asyncio.gather(*(pair.generate(work) for work in works))
+        for work, completion in zip(works, done, strict=True):
+            assert len(completion.token_ids) == 40
+            assert completion.token_ids == expected(work).token_ids
+
+    with_pair(config(decode={"num_pages": 9}), body)  # each takes 4
+
+
+def test_one_chunk_may_be_unread_and_nothing_is_lost(
     with_pair: WithPair, config: Configure, expected: Expected
 ) -> None:
     async def body(pair: Pair) -> None:
