@@ -89,7 +89,7 @@ class SequenceSampler:
         params = self.sampling
         return DrawRule(
             temperature=params.temperature,
-            top_k=params.top_k if params.top_k < self.vocab_size else 0,
+            top_k=params.top_k if 0 < params.top_k < self.vocab_size else 0,
             top_p=params.top_p,
             min_p=params.min_p,
             state=position_state(params.seed, self.index),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 
+import pytest
 import torch
 
 from tandem.sampling.noise import as_int64, exponentials, position_state, splitmix64
@@ -35,13 +37,39 @@ def test_tensors_hold_the_same_numbers_as_integers() -> None:
     token_ids = [0, 1, 2, 63, 49_151, 128_000]
     drawn = exponentials(state_column(*states), torch.tensor(token_ids))
     uniform = torch.tensor(
-        [
-            [((splitmix64(state, it) >> 11) + 0.5) / 2**53 for it in token_ids]
-            for state in states
-        ],
+        [[((splitmix64(state, it) >> 12) + 0.5) / 2**52 for it in token_ids] for state in states],
         dtype=torch.float64,
     )
-    torch.testing.assert_close(drawn, -uniform.log(), rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(drawn, -uniform.log(), rtol=1e-14, atol=1e-15)
+
+
+def test_the_numbers_of_a_seed_stay_what_they_are() -> None:
+    """A change here changes what every seeded request gives."""
+    assert position_state(7, 0) == 13309476754707697221
+    drawn = exponentials(state_column(position_state(7, 3)), torch.tensor([0, 1, 49_151]))
+    golden = [[0.9869801375643281, 0.7996028393589005, 1.370588166482227]]
+    torch.testing.assert_close(drawn, torch.tensor(golden, dtype=drawn.dtype), rtol=1e-14, atol=1e-15)
+
+
+def test_no_draw_is_zero_or_infinite() -> None:
+    """The largest and the smallest number that the generator can make."""
+    gamma, first, second = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+    def state_for(bits: int) -> int:
+        """Run the mix backwards, so that token 0 gets ``bits``."""
+        for shift, factor in ((31, second), (27, first), (30, 1)):
+            undone = bits
+            for _ in range(64 // shift + 1):
+                undone = bits ^ (undone >> shift)
+            bits = undone * pow(factor, -1, 2**64) % 2**64
+        return (bits - gamma) % 2**64
+
+    states = [state_for(0), state_for(2**64 - 1)]
+    assert [splitmix64(state, 0) for state in states] == [0, 2**64 - 1]
+    column = torch.tensor([[as_int64(state)] for state in states])
+    largest, smallest = exponentials(column, torch.tensor([0])).flatten().tolist()
+    assert largest == pytest.approx(53 * math.log(2))
+    assert 0 < smallest < 1e-15
 
 
 def test_a_number_depends_on_its_own_place_only() -> None:
