@@ -88,6 +88,7 @@ class Proxy:
         with near, socket.socket() as far, suppress(ConnectionError):
             for end in (near, far):
                 end.setblocking(False)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             await loop.sock_connect(far, (host, int(port)))
             out = asyncio.ensure_future(self._pipe(near, far))

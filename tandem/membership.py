@@ -97,6 +97,7 @@ class Membership:
             async for reply in replies:
                 if reply.heartbeat_interval_s > 0:
                     self._interval_s = reply.heartbeat_interval_s
+                    self._report_now.set()  # the pause that has begun may be too long
                 if not joined:
                     joined = True
                     self._failures = 0
