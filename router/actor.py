@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from router.server import RouterServer
-from tandem.config.tree import TandemConfig
 from tandem.actors import Host, HostActor, OnReady
+from tandem.config.tree import TandemConfig
 from tandem.logs import write_logs
 from tandem.secret import Secret
 from tandem.weights.store import ModelFolder

@@ -29,7 +29,7 @@ TOGETHER = {
 
 
 def leaf(name: str) -> dict[str, Any]:
-    schema: dict[str, Any] = json_schema()
+    schema: dict[str, Any] = dict(VALIDATOR.schema)
     for part in name.split("."):
         schema = schema["properties"][part]
     return schema
