@@ -80,7 +80,7 @@ check-schema: setup ## Both are what the configuration tree gives
 		&& $(BIN)/tandem config schema --markdown | diff -q - docs/configuration.md \
 		|| { echo "docs of the configuration are stale: run make schema and commit the result"; exit 1; }
 
-bench: setup ## Measure a running server; see benchmarks/README.md
+bench: setup ## Measure the demo model, or a server with ARGS=; see benchmarks/README.md
 	@$(BIN)/python -m benchmarks.serve $(ARGS)
 
 clean: ## Remove the virtual environment and what tools left behind

@@ -1,18 +1,22 @@
-"""Measures a running server from a client's side; formulas in README.md."""
+"""Measures a server from a client's side, one request at a time and several at once."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import math
 import random
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from launcher.client import Client
-from launcher.commands.generate import add_address_argument
 from tandem.pb import generate_pb2
+from tandem.testing.cluster import served_cluster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +35,51 @@ class Measured:
 
 
 def arguments_parser() -> argparse.ArgumentParser:
-    """Command line of ``make bench``."""
-    parser = argparse.ArgumentParser(prog="make bench ARGS=...", description=__doc__)
-    add_address_argument(parser)
+    """The script's command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="a running server (default: start the demo model)"
+    )
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--warm-up", type=int, default=4, help="requests that are not counted")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="8 requests, in less than a minute")
+    parser.add_argument("--json", metavar="FILE", help="write ratios, figures and settings")
     return parser
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """All requests of one load."""
+
+    measured: Sequence[Measured]
+    span_s: float
+    """First call to last chunk."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second, over all requests."""
+        return sum(m.tokens for m in self.measured) / self.span_s
+
+    def ttft_ms(self, percent: float) -> float:
+        """Time to first token."""
+        return 1000 * nearest_rank(sorted(m.ttft_s for m in self.measured), percent)
+
+    def tpot_ms(self, percent: float) -> float:
+        """Time per output token after the first."""
+        return 1000 * nearest_rank(sorted(m.tpot_s for m in self.measured), percent)
+
+    def figures(self) -> dict[str, float]:
+        """All figures by name."""
+        return {
+            "output tokens/s": self.tokens_per_s,
+            "requests/s": len(self.measured) / self.span_s,
+            **{f"TTFT ms p{p}": self.ttft_ms(p) for p in (50, 90, 99)},
+            **{f"TPOT ms p{p}": self.tpot_ms(p) for p in (50, 90, 99)},
+        }
 
 
 def nearest_rank(sorted_values: Sequence[float], percent: float) -> float:
@@ -73,54 +112,63 @@ async def measure(client: Client, request: generate_pb2.GenerateRequest) -> Meas
     return Measured(ttft_s=first_s - start_s, span_s=last_s - first_s, tokens=tokens)
 
 
-async def run(arguments: argparse.Namespace) -> str:
-    """Send all requests; the report."""
+async def run(arguments: argparse.Namespace, address: str) -> dict[str, Any]:
+    """Send all requests one by one, then as many again at once; ratios, figures and settings."""
     rng = random.Random(arguments.seed)
-    room = asyncio.Semaphore(arguments.concurrency)
-
-    async with Client(arguments.address) as client:
+    async with Client(address) as client:
         info = await client.model_info()
 
-        async def one() -> Measured:
-            async with room:
-                return await measure(
-                    client,
-                    make_request(
-                        rng, info.vocab_size, arguments.prompt_tokens, arguments.output_tokens
-                    ),
-                )
+        async def send(count: int, concurrency: int) -> Load:
+            room = asyncio.Semaphore(concurrency)
+            requests = [
+                make_request(rng, info.vocab_size, arguments.prompt_tokens, arguments.output_tokens)
+                for _ in range(count)
+            ]
 
-        await asyncio.gather(*(one() for _ in range(arguments.warm_up)))
-        start_s = time.perf_counter()
-        measured = await asyncio.gather(*(one() for _ in range(arguments.requests)))
-        span_s = time.perf_counter() - start_s
-    return report(arguments, info.model, measured, span_s)
+            async def one(request: generate_pb2.GenerateRequest) -> Measured:
+                async with room:
+                    return await measure(client, request)
+
+            start_s = time.perf_counter()
+            measured = await asyncio.gather(*map(one, requests))
+            return Load(measured=measured, span_s=time.perf_counter() - start_s)
+
+        await send(arguments.warm_up, arguments.concurrency)
+        alone = await send(arguments.requests, 1)
+        together = await send(arguments.requests, arguments.concurrency)
+    return {
+        "ratios": {
+            "tokens_per_s_together_vs_alone": together.tokens_per_s / alone.tokens_per_s,
+            "tpot_together_vs_alone": together.tpot_ms(50) / alone.tpot_ms(50),
+            "ttft_together_vs_alone": together.ttft_ms(50) / alone.ttft_ms(50),
+        },
+        "alone": alone.figures(),
+        "together": together.figures(),
+        "settings": {**vars(arguments), "model": info.model, "dtype": info.dtype},
+    }
 
 
-def report(
-    arguments: argparse.Namespace, model: str, measured: Sequence[Measured], span_s: float
-) -> str:
+def report(results: dict[str, Any]) -> str:
     """The figures as a Markdown table."""
-    lines = [
-        f"model={model} " + " ".join(f"{name}={value}" for name, value in vars(arguments).items()),
-        "",
-        "| figure | p50 | p90 | p99 |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, values in (
-        ("TTFT ms", sorted(m.ttft_s * 1000 for m in measured)),
-        ("TPOT ms", sorted(m.tpot_s * 1000 for m in measured)),
-    ):
-        ranks = " | ".join(f"{nearest_rank(values, percent):.2f}" for percent in (50, 90, 99))
-        lines.append(f"| {name} | {ranks} |")
-    tokens = sum(m.tokens for m in measured)
-    lines += [
-        "",
-        f"output tokens/s: {tokens / span_s:.1f}",
-        f"requests/s: {len(measured) / span_s:.2f}",
-    ]
+    alone, together = results["alone"], results["together"]
+    lines = ["| figure | one by one | together |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {alone[name]:.2f} | {together[name]:.2f} |" for name in alone]
+    lines += ["", *(f"{name}: {value:.2f}" for name, value in results["ratios"].items())]
     return "\n".join(lines)
 
 
+def main() -> None:
+    """Measure one server."""
+    arguments = arguments_parser().parse_args()
+    if arguments.quick:
+        arguments.requests = 8
+    with ExitStack() as stack:
+        address = arguments.address or stack.enter_context(served_cluster([])).address
+        results = asyncio.run(run(arguments, address))
+    print(report(results))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    print(asyncio.run(run(arguments_parser().parse_args())))
+    main()
