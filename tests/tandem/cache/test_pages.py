@@ -1,8 +1,12 @@
+"""Who holds which page, and which pages come together."""
+
 from __future__ import annotations
 
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.cache.pages import PageAllocator
 
@@ -89,6 +93,26 @@ def test_scattered_pages_come_in_few_ascending_runs() -> None:
     assert everything is not None
     assert pages.num_free == 0
     assert not set(everything) & set(taken)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 40))
+def test_any_shape_of_free_pages(free: list[bool], count: int) -> None:
+    pages = PageAllocator(len(free) + 1)
+    everything = pages.allocate(len(free))
+    assert everything is not None
+    ours = [page for page, is_free in zip(everything, free, strict=True) if is_free]
+    pages.release(ours)
+    taken = pages.allocate(count)
+    if count > len(ours):
+        assert taken is None
+        assert pages.num_free == len(ours)
+        return
+    assert taken is not None
+    assert len(taken) == count
+    assert taken == sorted(set(taken) & set(ours))
+    assert pages.num_free == len(ours) - count
+    if any(set(range(first, first + count)) <= set(ours) for first in ours):
+        assert runs(taken) == 1
 
 
 def runs(pages: list[int]) -> int:

@@ -1,3 +1,5 @@
+"""What the prefix cache finds, keeps and gives up."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -161,6 +163,36 @@ def test_a_request_that_cannot_start_evicts_nothing() -> None:
     cache.pages.release(held)
     assert allocate_with_eviction(cache.pages, cache.prefix, 3) is not None
     assert cache.prefix.num_cached == 1, "no more is evicted than is missing"
+
+
+def test_a_hit_is_a_use() -> None:
+    cache = Cache()
+    for page in (1, 2, 3):
+        cache.compute(prompt(page))
+    cache.hit(prompt(1, 9))
+    assert cache.prefix.evict(2) == 2
+    assert cache.hit(prompt(2, 9)) == cache.hit(prompt(3, 9)) == []
+    assert len(cache.hit(prompt(1, 9))) == 1
+
+
+def test_nothing_is_evicted_in_vain_where_a_page_has_to_stay() -> None:
+    """A page that only the cache holds stays while somebody holds one that comes after it."""
+    cache = Cache(usable_pages=6)
+    first, second = cache.pages.allocate(1), cache.pages.allocate(2)
+    assert first is not None
+    assert second is not None
+    cache.prefix.insert(prompt(1), first)
+    cache.prefix.insert(prompt(1, 2), second)
+    cache.pages.release(first)
+    cache.compute(prompt(3))
+    assert (cache.pages.num_free, cache.prefix.num_cached) == (2, 2)
+    assert allocate_with_eviction(cache.pages, cache.prefix, 4) is None
+    assert len(cache.hit(prompt(3, 9))) == 1
+    assert allocate_with_eviction(cache.pages, cache.prefix, 3) is not None
+    assert cache.hit(prompt(3, 9)) == []
+    cache.pages.release(second)
+    assert allocate_with_eviction(cache.pages, cache.prefix, 3) is not None
+    assert cache.pages.num_free == 0
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])

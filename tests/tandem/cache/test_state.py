@@ -179,6 +179,33 @@ class CacheMachine(RuleBasedStateMachine):
     def end(self, request: Request) -> None:
         self.let_go(request.page_ids)
 
+    @rule(token_ids=prompts)
+    def serve(self, token_ids: tuple[int, ...]) -> None:
+        request = self.start(token_ids)
+        if isinstance(request, Request):
+            self.finish(request)
+            self.end(request)
+
+    @rule(target=computed, token_ids=prompts, more=prompts)
+    def race(self, token_ids: tuple[int, ...], more: tuple[int, ...]) -> object:
+        """Two requests compute the same beginning at once; the one that wrote first ends first."""
+        first = self.start(token_ids)
+        second = self.start(token_ids + more)
+        if isinstance(first, Request):
+            self.finish(first)
+        if isinstance(second, Request):
+            self.finish(second)
+        if isinstance(first, Request):
+            self.end(first)
+        return second
+
+    @rule(token_ids=prompts)
+    def touch(self, token_ids: tuple[int, ...]) -> None:
+        """A hit that comes to nothing is a use."""
+        matched = self.prefix.match(token_ids)
+        assert matched == self.model.match(token_ids)
+        self.let_go(matched)
+
     @rule(target=loose, count=st.integers(0, USABLE_PAGES + 1))
     def allocate(self, count: int) -> object:
         pages = self.pages.allocate(count)
@@ -226,4 +253,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestCache.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -1,3 +1,5 @@
+"""The random numbers: published values, golden values, independence."""
+
 from __future__ import annotations
 
 import itertools

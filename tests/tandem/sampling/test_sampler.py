@@ -170,6 +170,15 @@ def test_top_p_keeps_the_token_that_crosses_the_border() -> None:
         assert {token.token_id for token in tokens} == kept
 
 
+def test_top_p_is_reached_by_exactly_that_much() -> None:
+    """Of four equal tokens the lower ids are kept, and no more than needed."""
+    for top_p, kept in ((0.25, {0}), (0.5, {0, 1}), (0.5000001, {0, 1, 2}), (0.75, {0, 1, 2})):
+        sequences = [
+            sampler(SamplingParams(top_p=top_p, seed=seed), vocab_size=4) for seed in range(200)
+        ]
+        assert {token.token_id for token in sample(torch.zeros(200, 4), sequences)} == kept
+
+
 def test_min_p_is_a_share_of_the_best_token() -> None:
     sequences = [sampler(SamplingParams(min_p=0.5, seed=seed), vocab_size=4) for seed in range(200)]
     logits = torch.tensor([0.5, 0.26, 0.2, 0.04]).log()
