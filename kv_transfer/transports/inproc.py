@@ -62,6 +62,11 @@ class InprocNetwork:
         for connection in self._open_connections():
             connection.sever()
 
+    @property
+    def connections(self) -> tuple[InprocConnection, ...]:
+        """Both ends of every connection there has been, prefill's first."""
+        return tuple(self._open_connections())
+
     def add(self, listener: InprocListener) -> str:
         """Name a new listener."""
         with self._lock:
@@ -212,13 +217,34 @@ class InprocConnection:
             self._pass((head, views), fate)
             self._network.on_frame(self._direction, frame.header)
 
-    def deliver_held(self) -> None:
-        """Deliver what this end wrote and the network held."""
+    @property
+    def num_held(self) -> int:
+        """Frames that this end wrote and the network holds; none when they can reach nobody."""
         pipe = self._outgoing
         with pipe.changed:
-            pipe.frames.extend(pipe.held)
-            pipe.held.clear()
+            return 0 if pipe.lost else len(pipe.held)
+
+    def deliver_held(self, at_most: int | None = None, *, again: bool = False) -> None:
+        """Deliver the oldest frames that this end wrote and the network held.
+
+        Args:
+            at_most: how many; all when None.
+            again: hold copies, which will arrive as well.
+        """
+        pipe = self._outgoing
+        with pipe.changed:
+            count = len(pipe.held) if at_most is None else min(at_most, len(pipe.held))
+            for entry in [pipe.held.popleft() for _ in range(count)]:
+                pipe.frames.append(entry)
+                if again:
+                    pipe.held.append(entry)
             pipe.changed.notify_all()
+
+    def half_close(self) -> None:
+        """Say nothing more; the peer still gets what was delivered."""
+        with self._outgoing.changed:
+            self._outgoing.ended = True
+            self._outgoing.changed.notify_all()
 
     def read(self, max_body_bytes: int) -> InFrame:
         """Wait for a frame and decode it."""
