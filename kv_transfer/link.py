@@ -14,12 +14,11 @@ from itertools import islice
 
 from kv_transfer.counters import Tally
 from kv_transfer.handshake import Peer
-from kv_transfer.integrity import checksum
-from kv_transfer.messages import Abort, Credit, Open, decode, encode
-from kv_transfer.pieces import FRAME_BYTES, Piece, spans_of_runs
+from kv_transfer.messages import Abort, Credit, Open, decode
+from kv_transfer.pieces import FRAME_BYTES, Piece, checksum, spans_of
 from kv_transfer.stream import KVStream
 from kv_transfer.transport import Connection, ConnectionLost, InFrame, OutFrame, RegisteredMemory
-from kv_transfer.wire import MAX_BODY_BYTES, FrameType, Header, WireError, frame_key
+from kv_transfer.wire import MAX_BODY_BYTES, FrameType, Header, WireError
 from tandem.config.tree import TransferConfig
 from tandem.errors import PeerLost, TransferAborted, TransferError, TransferTimeout
 
@@ -270,20 +269,17 @@ class Link:
             return item.what
         piece, memory = item.what, self._parts.memory
         buffer = memory.buffers[piece.group]
-        layers = range(piece.layer, piece.layer + piece.num_layers)
-        spans = spans_of_runs(buffer.group, piece.group, layers, piece.cut.runs, buffer.num_pages)
+        spans = spans_of(buffer.group, piece.group, piece.layer, piece.page_ids, buffer.num_pages)
         header = Header(
             type=FrameType.DATA,
             room=item.stream.key[0],
             epoch=item.stream.key[1],
             layer=piece.layer,
             group=piece.group,
-            first_page=piece.cut.first_page,
-            num_pages=piece.cut.num_pages,
+            first_page=piece.first_page,
+            num_pages=len(piece.page_ids),
             payload_bytes=piece.nbytes,
-            checksum=checksum(memory, spans) if item.stream.hashes(piece) else None,
-            num_layers=piece.num_layers,
-            again=piece.again,
+            checksum=checksum(memory, spans) if self._parts.config.checksum else None,
         )
         return OutFrame(header=header, spans=spans)
 
@@ -325,8 +321,6 @@ class Link:
                     if stream := self._streams.get((header.room, header.epoch)):
                         reason = decode(Abort, frame.body).reason
                         self.abort(stream, TransferAborted(stream.request_id, reason), tell=False)
-                case FrameType.RESEND:
-                    self._resend(header)
                 case FrameType.PING:
                     self._urgent.append(OutFrame(header=Header(type=FrameType.PONG)))
                     self._work.notify()
@@ -334,20 +328,6 @@ class Link:
                     pass
                 case _:
                     raise WireError(f"{header.type.name} from a decode worker")
-
-    def _resend(self, header: Header) -> None:
-        stream = self._streams.get((header.room, header.epoch))
-        if stream is None:  # given up meanwhile; the receiver may still wait for it
-            gone = Abort(reason="the stream has ended")
-            answer = Header(type=FrameType.ABORT, room=header.room, epoch=header.epoch)
-            self._urgent.append(OutFrame(header=answer, body=encode(gone)))
-        else:
-            piece = stream.asked_again(frame_key(header))
-            if piece is None:
-                raise WireError("asked again for what was not sent with a checksum")
-            self._parts.tally.add(resent_frames=1)
-            self._queue.appendleft(_Queued(stream, piece))
-        self._work.notify()
 
     def _credited(self, credit: Credit) -> None:
         if credit.frames > len(self._unacked):
