@@ -125,10 +125,8 @@ class NoWatch:
 def watched() -> Iterator[pytest.MonkeyPatch]:
     """Let the code under test use threads whose rest can be waited for."""
     with pytest.MonkeyPatch.context() as patch:
-        parts: dict[str, Any] = vars(threading) | {
-            "Condition": WatchedCondition,
-            "Thread": WatchedThread,
-        }
+        parts: dict[str, Any] = dict(vars(threading))
+        parts.update(Condition=WatchedCondition, Thread=WatchedThread)
         for module in (inbound, link, receiver, sender, inproc):
             patch.setattr(module, "threading", types.SimpleNamespace(**parts))
         for module in (receiver, sender):
