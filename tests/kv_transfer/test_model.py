@@ -655,7 +655,7 @@ class PullMachine(TransferMachine):
     pull = True
 
 
-PROFILE = settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True)
+PROFILE = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
 FIND_ONLY = settings(PROFILE, phases=[Phase.generate], report_multiple_bugs=False)
 
 
