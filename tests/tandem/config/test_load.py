@@ -80,7 +80,7 @@ def test_a_setting_without_its_section_is_found() -> None:
         ("transfer.lease_s=0", "transfer.lease_s", "above 0"),
         ("transfer.lease_s=.nan", "transfer.lease_s", "finite"),
         ("transfer.lease_s=.inf", "transfer.lease_s", "finite"),
-        ("transfer.checksum=1", "transfer.checksum", "true or false"),
+        ("cache.prefix_reuse=1", "cache.prefix_reuse", "true or false"),
         ("model.name=7", "model.name", "put it in quotes"),
         ("mode=both", "mode", "disaggregated, colocated"),
         ("decode.graph=true", "decode.graph", "auto, on, off"),
