@@ -308,4 +308,4 @@ def test_churn_corrupts_leaks_and_grows_nothing(transport: TransportName) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
 def test_long_churn_corrupts_leaks_and_grows_nothing(transport: TransportName) -> None:
-    asyncio.run(churn(transport, transfers=30_000, seed=2, guard_s=1_700.0))
+    asyncio.run(churn(transport, transfers=150_000, seed=2, guard_s=1_700.0))
