@@ -22,7 +22,7 @@ import pytest
 from tandem.pb import generate_pb2, generate_pb2_grpc
 from tandem.testing.calls import OK, Outcome, generate, greedy, idle
 from tandem.testing.cluster import ServedCluster, served_cluster
-from tandem.testing.tiny import write_tiny_llama
+from tandem.testing.tiny import TINY_EOS_TOKEN_ID, write_tiny_llama
 
 pytestmark = pytest.mark.ray
 
@@ -299,6 +299,40 @@ def test_late_repeated_and_unknown_aborts_disturb_nobody_abt_10(with_stub: WithS
             outcome = await generate(stub, request)
             assert outcome.code is OK, outcome.message
             assert outcome.token_ids == expected.token_ids
+
+    with_stub(scenario)
+
+
+def test_requests_that_fill_the_decode_pool_together_all_finish_xfr_04(
+    impatient: ServedCluster,
+) -> None:
+    requests = [
+        greedy([(n * k) % 256 for k in range(64)], max_tokens=100, top_logprobs=2)
+        for n in range(1, 7)
+    ]
+
+    async def scenario(stub: Stub) -> None:
+        solo = [await generate(stub, request) for request in requests]
+        together = await asyncio.gather(*(generate(stub, request) for request in requests))
+        for ours, alone in zip(together, solo, strict=True):
+            assert ours.code is OK, ours.message
+            assert len(ours.token_ids) == 100
+            assert not ours.differs_from(alone)
+        await idle(stub)
+
+    on(impatient, scenario)
+
+
+def test_a_first_token_that_ends_the_answer_is_the_last_hnd_01(with_stub: WithStub) -> None:
+    async def scenario(stub: Stub) -> None:
+        request = greedy("hello", max_tokens=8, ignore_eos=False)
+        request.sampling.logit_bias[TINY_EOS_TOKEN_ID] = 100.0
+        outcome = await generate(stub, request)
+        assert outcome.code is OK, outcome.message
+        assert (outcome.token_ids, outcome.text) == ([TINY_EOS_TOKEN_ID], "")
+        assert outcome.finished is not None
+        assert outcome.finished.finish_reason == generate_pb2.FINISH_REASON_STOP
+        await idle(stub)
 
     with_stub(scenario)
 

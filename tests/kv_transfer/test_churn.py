@@ -115,3 +115,24 @@ def test_nothing_is_corrupted_lost_or_left_over(any_pair: MakePair) -> None:
                 await sender.close()
 
     asyncio.run(scenario())
+
+
+def test_scattered_pages_take_few_more_frames_than_neighbours(any_pair: MakePair) -> None:
+    async def frames(pair: Pair, room: int, page_ids: list[int]) -> int:
+        reservation = pair.receiver.reserve("r", room, page_ids, 4 * len(page_ids))
+        stream = await pair.sender.open(reservation.target, "r")
+        pair.send(stream, page_ids)
+        stream.finish(handover(4 * len(page_ids)))
+        stats = await stream.wait()
+        await reservation.release()
+        assert pair.same(page_ids, page_ids)
+        return stats.frames
+
+    async def scenario() -> None:
+        async with asyncio.timeout(HANG_GUARD_S), any_pair() as pair:
+            neighbours = await frames(pair, 1, list(range(1, 13)))
+            scattered = list(range(1, 24, 2))
+            random.Random(3).shuffle(scattered)
+            assert await frames(pair, 2, scattered) <= 3 * neighbours
+
+    asyncio.run(scenario())
