@@ -69,5 +69,8 @@ def with_colocated(tiny_model: Path) -> Iterator[RunScenario]:
 @pytest.fixture(scope="session", params=["disaggregated", "colocated"])
 def with_smollm2(request: pytest.FixtureRequest) -> Iterator[RunScenario]:
     """Runs a scenario against the demo model, with prefill and decode apart and together."""
-    with served_cluster(["model.name=smollm2", f"mode={request.param}"]) as cluster:
+    sets = ["model.name=smollm2", f"mode={request.param}"]
+    # One compute thread each: a second one only spins where other processes want the cores.
+    sets += ["prefill.threads=1", "decode.threads=1"]
+    with served_cluster(sets) as cluster:
         yield _runner(cluster)

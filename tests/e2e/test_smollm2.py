@@ -12,7 +12,7 @@ import pytest
 from tandem.pb import generate_pb2, generate_pb2_grpc
 from tandem.testing.calls import OK, Outcome, generate, greedy, idle
 
-pytestmark = [pytest.mark.ray, pytest.mark.weights]
+pytestmark = [pytest.mark.ray, pytest.mark.weights, pytest.mark.timeout(300)]
 
 REFERENCE = Path(__file__).parents[1] / "data" / "smollm2_reference.json"
 SAFE_MARGIN = 0.25

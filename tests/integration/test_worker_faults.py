@@ -316,7 +316,7 @@ def test_workers_join_the_registry_and_leave_it_last(running: Running, config: C
         ) as (pair, stopping):
             call = asyncio.create_task(pair.generate(new_request(random_prompt(20))))
             await asyncio.to_thread(gate.reached.wait)
-            while len(heard) < 2:  # noqa: ASYNC110 - the registry is the test's own
+            while len({worker_id for worker_id, _ in heard}) < 2:  # noqa: ASYNC110 - the registry is the test's own
                 await asyncio.sleep(0.01)
             stopping.set()
             await pair.decode_drains()
@@ -325,6 +325,5 @@ def test_workers_join_the_registry_and_leave_it_last(running: Running, config: C
         await server.stop(5)
 
     asyncio.run(scenario())
-    assert sorted(heard[:2]) == [("decode-0", "ready"), ("prefill-0", "ready")]
-    assert ("decode-0", "draining") in heard
+    assert {("decode-0", "ready"), ("prefill-0", "ready"), ("decode-0", "draining")} <= set(heard)
     assert len(layouts) == 1
