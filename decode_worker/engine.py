@@ -15,7 +15,9 @@ from typing import Protocol
 from torch import Tensor
 
 from decode_worker.outbox import Outbox
-from decode_worker.scheduler import DecodeScheduler, DecodeSequence
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.sequence import DecodeSequence
+from decode_worker.swap import PageSwap, SavedPages
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.reservation import Reservation
 from tandem.device import DeviceThread
@@ -48,6 +50,8 @@ class Reserved:
     """Pages are held: prefill may send to ``target``."""
 
     target: bytes
+    cached_pages: int
+    """Leading pages that are here already and need no transfer."""
 
 
 class _Life:
@@ -59,6 +63,8 @@ class _Life:
         self.reservation: Reservation | None = None
         self.sampler: SequenceSampler | None = None
         self.output: OutputStream | None = None
+        self.saved: SavedPages | None = None
+        """Its K and V while it is preempted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +81,13 @@ class OutputRules:
 class DecodeEngine:
     """Continuous batching: every step takes all requests that are ready for it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that a worker has made
         self,
         *,
         worker_id: str,
         scheduler: DecodeScheduler,
         runner: Runner,
+        swap: PageSwap,
         rules: OutputRules,
         receiver: KVReceiver,
         device_thread: DeviceThread,
@@ -91,6 +98,7 @@ class DecodeEngine:
             worker_id: named in errors.
             scheduler: accounts for the pages that ``runner`` and ``receiver`` write.
             runner: called in ``device_thread`` only.
+            swap: moves preempted requests' pages, in ``device_thread``.
             rules: tokenizer and bounds of the output.
             receiver: takes in each prompt's K and V.
             device_thread: perhaps shared with a prefill engine.
@@ -98,6 +106,7 @@ class DecodeEngine:
         self._worker_id = worker_id
         self._scheduler = scheduler
         self._runner = runner
+        self._swap = swap
         self._rules = rules
         self._receiver = receiver
         self._device_thread = device_thread
@@ -109,6 +118,9 @@ class DecodeEngine:
         """Counts as of now."""
         return WorkerStatus(
             pages_used=self._scheduler.pages_used,
+            pages_cached=self._scheduler.pages_cached,
+            pages_swapped=self._scheduler.pages_swapped,
+            preemptions=self._scheduler.num_preemptions,
             running=self._scheduler.num_running,
             queued=self._scheduler.num_queued,
             transfers_pending=self._receiver.pending,
@@ -142,7 +154,7 @@ class DecodeEngine:
             self._admit()
             await life.admitted.wait()
             life.reservation = self._reserve(sequence)
-            yield Reserved(target=life.reservation.target)
+            yield Reserved(target=life.reservation.target, cached_pages=sequence.cached_pages)
             handover = await life.reservation.wait()
             await life.reservation.release()
             life.reservation = None
@@ -163,6 +175,7 @@ class DecodeEngine:
             sequence.request.room,
             sequence.page_ids[: self._scheduler.num_pages(prompt_tokens)],
             prompt_tokens,
+            first_page=sequence.cached_pages,
         )
 
     def _begin(self, sequence: DecodeSequence, life: _Life, handover: Handover) -> None:
@@ -230,15 +243,44 @@ class DecodeEngine:
         self._scheduler.drop(sequence)
         self._lives.pop(sequence, None)
         self._admit()  # others may have waited for these pages
+        self._wake.set()
 
     async def _step_all(self) -> None:
         while True:
-            rows = self._scheduler.plan()
-            if rows:
-                await self._step(rows)
+            plan = self._scheduler.plan()
+            if plan.leaving is not None:
+                await self._save(plan.leaving)
+            elif plan.returning is not None:
+                await self._load(plan.returning)
+            elif plan.rows:
+                await self._step(plan.rows)
             else:
                 self._wake.clear()
                 await self._wake.wait()
+
+    async def _save(self, sequence: DecodeSequence) -> None:
+        life, page_ids = self._lives[sequence], sequence.page_ids
+        done = await self._device_thread.run(lambda: self._swap.save(page_ids))
+        error = done.exception()
+        if self._scheduler.end_save(sequence, saved=error is None):
+            life.saved = done.result()
+            logger.debug(
+                "request_id=%s worker=%s preempted, pages=%d",
+                *(sequence.request.request_id, self._worker_id, len(page_ids)),
+            )
+        if error is not None:
+            self._fail([sequence], [life], error)
+
+    async def _load(self, sequence: DecodeSequence) -> None:
+        life, page_ids = self._lives[sequence], sequence.page_ids
+        saved, life.saved = life.saved, None
+        assert saved is not None
+        done = await self._device_thread.run(lambda: self._swap.load(saved, page_ids))
+        error = done.exception()
+        self._scheduler.end_load(sequence, loaded=error is None)
+        if error is not None:
+            self._fail([sequence], [life], error)
+        self._admit()
 
     async def _step(self, rows: Sequence[DecodeSequence]) -> None:
         lives = [self._lives[sequence] for sequence in rows]
@@ -254,6 +296,7 @@ class DecodeEngine:
         done = await self._device_thread.run(lambda: sample(self._runner.step(inputs), samplers))
         error = done.exception()
         if error is not None:
+            self._scheduler.end_step(rows, None)
             self._fail(rows, lives, error)
             return
         tokens = done.result()
@@ -266,14 +309,13 @@ class DecodeEngine:
     def _fail(
         self, rows: Sequence[DecodeSequence], lives: Sequence[_Life], error: BaseException
     ) -> None:
-        """The model failed: so do the requests of this step, and nobody else."""
+        """The device failed: so do the requests it worked on, and nobody else."""
         logger.error(
             "worker=%s a decode step failed requests=%s",
             self._worker_id,
             ",".join(sequence.request.request_id for sequence in rows),
             exc_info=error,
         )
-        self._scheduler.end_step(rows, None)
         for sequence, life in zip(rows, lives, strict=True):
             self._drop(sequence)
             life.outbox.fail(

@@ -59,5 +59,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
 def _to_wire(event: Reserved | OutputChunk) -> worker_pb2.DecodeEvent:
     if isinstance(event, Reserved):
-        return worker_pb2.DecodeEvent(reserved=worker_pb2.Reserved(target=event.target))
+        return worker_pb2.DecodeEvent(
+            reserved=worker_pb2.Reserved(target=event.target, cached_pages=event.cached_pages)
+        )
     return chunk_event(event)

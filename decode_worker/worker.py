@@ -14,11 +14,13 @@ from decode_worker.engine import DecodeEngine, OutputRules, Runner
 from decode_worker.runner import DecodeRunner
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.service import DecodeService
+from decode_worker.swap import PageSwap
 from kv_transfer.layout import KVLayout
 from kv_transfer.model_layout import model_layout
 from kv_transfer.receiver import KVReceiver
 from tandem.cache.pages import PageAllocator
 from tandem.cache.pool import KVPool
+from tandem.cache.prefix import PrefixCache
 from tandem.config.resolve import ResolvedConfig, available_memory_bytes, resolve, usable_cores
 from tandem.config.tree import TandemConfig
 from tandem.device import DeviceThread
@@ -31,6 +33,7 @@ from tandem.workers import WorkerIdentity, model_identity, new_incarnation
 from tandem.workerserver import GetState, WorkerServer
 
 logger = logging.getLogger(__name__)
+_AUTO_SWAP_POOLS = 2
 
 
 class DecodeWorker:
@@ -111,7 +114,7 @@ class DecodeWorker:
         incarnation = new_incarnation()
         layout = model_layout(self._folder, self._config.cache.page_tokens, resolved.dtype)
         receiver = KVReceiver(pool, layout, self._config.transfer, self._secret, incarnation)
-        engine = self._engine(resolved, runner, receiver, thread)
+        engine = self._engine(resolved, runner, pool, receiver, thread)
         worker_server = WorkerServer(
             self._config, self._secret, self._worker_id, self._registry_address, engine
         )
@@ -132,22 +135,33 @@ class DecodeWorker:
             await receiver.close()
 
     def _engine(
-        self, resolved: ResolvedConfig, runner: Runner, receiver: KVReceiver, thread: DeviceThread
+        self,
+        resolved: ResolvedConfig,
+        runner: Runner,
+        pool: KVPool,
+        receiver: KVReceiver,
+        thread: DeviceThread,
     ) -> DecodeEngine:
-        page_tokens = self._config.cache.page_tokens
+        cache, decode = self._config.cache, self._config.decode
         tokenizer = load_tokenizer(self._folder)
-        pages = PageAllocator(resolved.decode_pages + 1)
+        pages = PageAllocator(pool.num_pages)
+        swap_bytes = decode.swap_bytes or _AUTO_SWAP_POOLS * pool.nbytes
         return DecodeEngine(
             worker_id=self._worker_id,
             scheduler=DecodeScheduler(
-                pages, page_tokens, resolved.max_context_tokens, self._config.decode
+                pages,
+                PrefixCache(pages, cache.page_tokens, cache.prefix_reuse),
+                resolved.max_context_tokens,
+                decode,
+                swap_pages=swap_bytes * pool.num_pages // pool.nbytes,
             ),
             runner=runner,
+            swap=PageSwap(pool),
             rules=OutputRules(
                 tokenizer=tokenizer,
                 vocab_size=min(tokenizer.vocab_size, self._folder.spec.vocab_size),
                 max_context_tokens=resolved.max_context_tokens,
-                max_unread_chunks=self._config.decode.max_unread_chunks,
+                max_unread_chunks=decode.max_unread_chunks,
             ),
             receiver=receiver,
             device_thread=thread,

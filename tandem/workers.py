@@ -126,6 +126,10 @@ class WorkerStatus:
     """Held by requests; pages that only the prefix cache holds do not count."""
     pages_cached: int = 0
     """Kept for prefix reuse, free to take."""
+    pages_swapped: int = 0
+    """Decode: held in host memory for preempted requests, on top of ``pages_used``."""
+    preemptions: int = 0
+    """Decode: requests moved to host memory since the process started."""
     running: int = 0
     queued: int = 0
     transfers_pending: int = 0
@@ -143,6 +147,8 @@ class WorkerStatus:
             address=identity.address,
             pages_used=self.pages_used,
             pages_cached=self.pages_cached,
+            pages_swapped=self.pages_swapped,
+            preemptions=self.preemptions,
             pages_total=identity.pages_total,
             running=self.running,
             queued=self.queued,
@@ -161,6 +167,8 @@ class WorkerStatus:
             state=_state(message.worker_id, message.state),
             pages_used=message.pages_used,
             pages_cached=message.pages_cached,
+            pages_swapped=message.pages_swapped,
+            preemptions=message.preemptions,
             running=message.running,
             queued=message.queued,
             transfers_pending=message.transfers_pending,

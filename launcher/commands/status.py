@@ -54,20 +54,22 @@ def show(status: generate_pb2.GetStatusResponse, console: Console) -> None:
 
     table = Table(
         "worker", "role", "state", "pid", "incarnation", "pages", "running", "queued", "transfers",
-        "decode steps", box=None, pad_edge=False,
+        "preemptions", "decode steps", box=None, pad_edge=False,
     )  # fmt: skip
     for worker in status.workers:
         cached = f" +{worker.pages_cached} cached" if worker.pages_cached else ""
+        swapped = f" +{worker.pages_swapped} swapped" if worker.pages_swapped else ""
         table.add_row(
             worker.worker_id,
             worker.role,
             worker.state,
             str(worker.pid),
             worker.incarnation[:8],
-            f"{worker.pages_used}/{worker.pages_total}{cached}",
+            f"{worker.pages_used}/{worker.pages_total}{cached}{swapped}",
             str(worker.running),
             str(worker.queued),
             str(worker.transfers_pending),
+            str(worker.preemptions),
             worker.graph,
         )
     console.print(

@@ -35,7 +35,8 @@ class PrefixCache:
             enabled: when False nothing is ever found or kept.
         """
         self._pages = pages
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
+        """Tokens in one page."""
         self._enabled = enabled
         self._root = _Node(None, (), 0)
         self._by_use: dict[_Node, None] = {}
@@ -70,17 +71,17 @@ class PrefixCache:
         return matched
 
     def insert(self, token_ids: Sequence[int], page_ids: Sequence[int]) -> None:
-        """Keep the whole pages of a computed prompt; those that are known already stay as they are.
+        """Keep whole pages of computed tokens; those that are known already stay as they are.
 
         Args:
-            token_ids: the prompt.
+            token_ids: those whose K and V are in the pages.
             page_ids: its pages in order, held by the caller.
         """
         if not self._enabled:
             return
         path: list[_Node] = []
         node = self._root
-        # strict=False: the prompt's last page may be partly filled
+        # strict=False: the last page may be partly filled
         for key, page in zip(self._whole_pages(token_ids, len(token_ids)), page_ids, strict=False):
             child = node.children.get(key)
             if child is None:
@@ -130,8 +131,8 @@ class PrefixCache:
 
     def _whole_pages(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, ...]]:
         """Tokens of each page that lies wholly within the first ``num_tokens``."""
-        for end in range(self._page_tokens, num_tokens + 1, self._page_tokens):
-            yield tuple(token_ids[end - self._page_tokens : end])
+        for end in range(self.page_tokens, num_tokens + 1, self.page_tokens):
+            yield tuple(token_ids[end - self.page_tokens : end])
 
 
 def allocate_with_eviction(

@@ -40,7 +40,10 @@ class CacheConfig:
     page_tokens: Count = 16
     """Tokens in one page."""
     prefix_reuse: bool = True
-    """Keep finished prompts' pages and reuse them for prompts with the same beginning."""
+    """Keep finished requests' pages and reuse them for prompts with the same beginning.
+
+    Prefill then computes and decode receives only what is missing on its side.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +137,13 @@ class DecodeConfig:
     """Requests waiting for pages in one worker; more are refused."""
     max_unread_chunks: Count = 64
     """Chunks a slow reader may leave unread before its request pauses."""
+    growth_pages: Limit = 4
+    """Pages that a request is admitted with for its output; it takes more as it grows."""
+    swap_bytes: CountOrAuto = 0
+    """Host memory for the K and V of preempted requests, per worker; 0 takes twice the pool.
+
+    Requests preempt one another only if this is more than the pool; else the later ones wait.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

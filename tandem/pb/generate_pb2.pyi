@@ -220,7 +220,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("worker_id", "role", "pid", "incarnation", "state", "address", "pages_used", "pages_cached", "pages_total", "running", "queued", "transfers_pending", "graph", "problem")
+    __slots__ = ("worker_id", "role", "pid", "incarnation", "state", "address", "pages_used", "pages_cached", "pages_total", "running", "queued", "transfers_pending", "graph", "problem", "preemptions", "pages_swapped")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,8 @@ class WorkerState(_message.Message):
     TRANSFERS_PENDING_FIELD_NUMBER: _ClassVar[int]
     GRAPH_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_SWAPPED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     pid: int
@@ -249,7 +251,9 @@ class WorkerState(_message.Message):
     transfers_pending: int
     graph: str
     problem: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., pages_used: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_total: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., transfers_pending: _Optional[int] = ..., graph: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
+    preemptions: int
+    pages_swapped: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., address: _Optional[str] = ..., pages_used: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_total: _Optional[int] = ..., running: _Optional[int] = ..., queued: _Optional[int] = ..., transfers_pending: _Optional[int] = ..., graph: _Optional[str] = ..., problem: _Optional[str] = ..., preemptions: _Optional[int] = ..., pages_swapped: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("version", "mode", "requests_running", "requests_queued", "workers")

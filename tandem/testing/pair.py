@@ -26,6 +26,8 @@ class Completion:
 
     chunks: list[OutputChunk] = field(default_factory=list)
     cached_tokens: int = 0
+    cached_pages: int = 0
+    """Leading pages that decode had already."""
     transferred_bytes: int = 0
 
     @property
@@ -90,6 +92,7 @@ class Pair:
         call = self.decode.Decode(worker_pb2.DecodeRequest(request=wire), metadata=self.metadata)
         async for event in call:
             if event.HasField("reserved"):
+                done.cached_pages = event.reserved.cached_pages
                 target.set_result(event.reserved.target)
             else:
                 done.chunks.append(chunk_from_wire(event.chunk))
@@ -133,7 +136,13 @@ class Pair:
 
 def is_idle(state: generate_pb2.WorkerState) -> bool:
     """Whether a worker holds nothing for any request."""
-    return not (state.pages_used or state.running or state.queued or state.transfers_pending)
+    return not (
+        state.pages_used
+        or state.pages_swapped
+        or state.running
+        or state.queued
+        or state.transfers_pending
+    )
 
 
 @asynccontextmanager

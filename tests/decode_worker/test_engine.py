@@ -1,188 +1,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
-from decode_worker.engine import DecodeEngine, OutputRules, Reserved
-from decode_worker.scheduler import DecodeScheduler
-from tandem.cache.pages import PageAllocator
-from tandem.config.tree import DecodeConfig
-from tandem.device import DeviceThread
-from tandem.errors import PeerLost, RequestError, TransferCorrupt, TransferError, WorkerError
-from tandem.models.model import DecodeRow
-from tandem.requests import GenerateRequest, Handover, OutputChunk, Room, SampledToken
-from tandem.testing.reference import new_request
-from tandem.testing.tiny import TINY_EOS_TOKEN_ID, TINY_VOCAB_SIZE, write_tiny_llama
-from tandem.tokenizer import Tokenizer, load_tokenizer
-from tandem.weights.store import prepare
-from tandem.workers import WorkerStatus
-
-PAGE = 4
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_llama(folder)
-    return load_tokenizer(prepare(str(folder)))
-
-
-def request(room: int, prompt_tokens: int = 5, max_tokens: int = 4) -> GenerateRequest:
-    made = new_request(range(prompt_tokens), max_tokens, ignore_eos=False)
-    return replace(made, room=Room(room))
-
-
-class FakeReservation:
-    """Its transfer and its quiescence are events of the test."""
-
-    def __init__(self, page_ids: Sequence[int], num_tokens: int) -> None:
-        self.target = b"target"
-        self.page_ids = list(page_ids)
-        self.num_tokens = num_tokens
-        self.quiet = asyncio.Event()
-        self.quiet.set()
-        self.released = 0
-        self._handover: asyncio.Future[Handover] = asyncio.get_running_loop().create_future()
-
-    def land(self, token_id: int, prompt_tokens: int | None = None) -> None:
-        self._handover.set_result(
-            Handover(
-                first_token=SampledToken(token_id=token_id),
-                prompt_tokens=self.num_tokens if prompt_tokens is None else prompt_tokens,
-                cached_tokens=0,
-            )
-        )
-
-    def break_off(self, error: TransferError) -> None:
-        self._handover.set_exception(error)
-
-    async def wait(self) -> Handover:
-        return await asyncio.shield(self._handover)
-
-    async def release(self) -> None:
-        self.released += 1
-        await self.quiet.wait()
-
-
-class FakeReceiver:
-    def __init__(self) -> None:
-        self.reservations: dict[int, FakeReservation] = {}
-        self.pending = 0
-
-    def reserve(
-        self, request_id: str, room: int, page_ids: Sequence[int], num_tokens: int
-    ) -> FakeReservation:
-        self.reservations[room] = FakeReservation(page_ids, num_tokens)
-        return self.reservations[room]
-
-
-class CountingRunner:
-    """The next token is the last one plus one; a test can hold it back or break it."""
-
-    graph_summary = "eager"
-
-    def __init__(self) -> None:
-        self.steps: list[list[DecodeRow]] = []
-        self.begun = threading.Event()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.error: Exception | None = None
-
-    def step(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        self.steps.append(list(rows))
-        self.begun.set()
-        assert self.gate.wait(30)
-        if self.error is not None:
-            raise self.error
-        tokens = torch.tensor([row.token_id + 1 for row in rows])
-        return torch.nn.functional.one_hot(tokens, TINY_VOCAB_SIZE).float()
-
-
-class World:
-    def __init__(self, tokenizer: Tokenizer, usable_pages: int, max_unread: int) -> None:
-        self.receiver = FakeReceiver()
-        self.runner = CountingRunner()
-        self.pages = PageAllocator(usable_pages + 1)
-        self.device = DeviceThread("device")
-        self.engine = DecodeEngine(
-            worker_id="decode-0",
-            scheduler=DecodeScheduler(self.pages, PAGE, 64, DecodeConfig(max_queued_requests=4)),
-            runner=self.runner,
-            rules=OutputRules(
-                tokenizer=tokenizer,
-                vocab_size=TINY_VOCAB_SIZE,
-                max_context_tokens=64,
-                max_unread_chunks=max_unread,
-            ),
-            receiver=self.receiver,  # type: ignore[arg-type]
-            device_thread=self.device,
-        )
-
-    async def until(self, holds: Callable[[WorkerStatus], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not holds(self.engine.status()):  # noqa: ASYNC110 - a status has no event
-                await asyncio.sleep(0.001)
-
-    async def idle(self) -> None:
-        await self.until(lambda s: (s.pages_used, s.running, s.queued) == (0, 0, 0))
-
-    async def collect(self, work: GenerateRequest) -> list[OutputChunk]:
-        chunks: list[OutputChunk] = []
-        async with aclosing(self.engine.decode(work)) as events:
-            chunks += [event async for event in events if isinstance(event, OutputChunk)]
-        return chunks
-
-    async def started(self, work: GenerateRequest) -> asyncio.Task[list[OutputChunk]]:
-        """Begin a request whose prompt has not landed yet."""
-        task = asyncio.create_task(self.collect(work))
-        await self.until(lambda s: work.room in self.receiver.reservations)
-        return task
-
-
-@pytest.fixture(name="scenario")
-def scenario_runner(
-    tokenizer: Tokenizer,
-) -> Callable[..., None]:
-    def scenario(
-        body: Callable[[World], Awaitable[None]], usable_pages: int = 16, max_unread: int = 8
-    ) -> None:
-        async def run() -> None:
-            world = World(tokenizer, usable_pages, max_unread)
-            async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-                engine = tasks.create_task(world.engine.run())
-                await body(world)
-                engine.cancel()
-            world.device.close()
-
-        asyncio.run(run())
-
-    return scenario
-
-
-Scenario = Callable[..., None]
-
-
-def tokens_of(chunks: Sequence[OutputChunk]) -> list[int]:
-    assert [chunk.finish_reason is not None for chunk in chunks] == [
-        place == len(chunks) - 1 for place in range(len(chunks))
-    ]
-    count = 0
-    for chunk in chunks:
-        assert chunk.index == count
-        count += len(chunk.token_ids)
-    return [token_id for chunk in chunks for token_id in chunk.token_ids]
+from decode_worker.engine import Reserved
+from tandem.errors import PeerLost, RequestError, TransferCorrupt, WorkerError
+from tandem.requests import OutputChunk
+from tandem.testing.tiny import TINY_EOS_TOKEN_ID, TINY_VOCAB_SIZE
+from tests.decode_worker.conftest import Scenario, World, new_work, tokens_of
 
 
 def test_the_handed_over_token_comes_first_and_counts(scenario: Scenario) -> None:
     async def body(world: World) -> None:
-        call = await world.started(request(1))
+        call = await world.started(new_work(1))
         reservation = world.receiver.reservations[1]
         assert len(reservation.page_ids) == 2
         assert world.engine.status().running == 1
@@ -204,8 +35,8 @@ def test_the_handed_over_token_comes_first_and_counts(scenario: Scenario) -> Non
 
 def test_the_target_is_told_before_anything_else(scenario: Scenario) -> None:
     async def body(world: World) -> None:
-        events = world.engine.decode(request(1))
-        assert await anext(events) == Reserved(target=b"target")
+        events = world.engine.decode(new_work(1))
+        assert await anext(events) == Reserved(target=b"target", cached_pages=0)
         await events.aclose()
         await world.idle()
 
@@ -219,7 +50,7 @@ def test_the_first_token_may_be_the_last(
     scenario: Scenario, token_id: int, max_tokens: int, reason: str
 ) -> None:
     async def body(world: World) -> None:
-        call = await world.started(request(1, max_tokens=max_tokens))
+        call = await world.started(new_work(1, max_tokens=max_tokens))
         world.receiver.reservations[1].land(token_id)
         (chunk,) = await call
         assert (chunk.token_ids, chunk.finish_reason) == ((token_id,), reason)
@@ -232,10 +63,10 @@ def test_the_first_token_may_be_the_last(
 def test_requests_join_and_leave_the_batch_as_they_come(scenario: Scenario) -> None:
     async def body(world: World) -> None:
         world.runner.gate.clear()
-        early = await world.started(request(1, max_tokens=4))
+        early = await world.started(new_work(1, max_tokens=4))
         world.receiver.reservations[1].land(10)
         await asyncio.to_thread(world.runner.begun.wait)
-        late = await world.started(request(2, max_tokens=3))
+        late = await world.started(new_work(2, max_tokens=3))
         world.receiver.reservations[2].land(100)
         await world.until(lambda s: world.receiver.reservations[2].released == 1)
         world.runner.gate.set()
@@ -249,8 +80,8 @@ def test_requests_join_and_leave_the_batch_as_they_come(scenario: Scenario) -> N
 
 def test_waits_for_pages_in_order_and_takes_them_when_they_are_back(scenario: Scenario) -> None:
     async def body(world: World) -> None:
-        first = await world.started(request(1, 5, 4))
-        second = asyncio.create_task(world.collect(request(2, 5, 4)))
+        first = await world.started(new_work(1, 5, 4))
+        second = asyncio.create_task(world.collect(new_work(2, 5, 4)))
         await world.until(lambda s: s.queued == 1)
         assert 2 not in world.receiver.reservations
         world.receiver.reservations[1].land(10)
@@ -264,13 +95,13 @@ def test_waits_for_pages_in_order_and_takes_them_when_they_are_back(scenario: Sc
 
 def test_a_slow_reader_pauses_its_own_request_only(scenario: Scenario) -> None:
     async def body(world: World) -> None:
-        slow = world.engine.decode(request(1, max_tokens=12))
+        slow = world.engine.decode(new_work(1, max_tokens=12))
         await anext(slow)
         world.receiver.reservations[1].land(10)
         first = await anext(slow)
         assert isinstance(first, OutputChunk)
         assert first.token_ids == (10,)
-        fast = await world.started(request(2, max_tokens=9))
+        fast = await world.started(new_work(2, max_tokens=9))
         world.receiver.reservations[2].land(100)
         assert len(tokens_of(await fast)) == 9
         await world.until(lambda s: len(world.runner.steps) >= 8)
@@ -285,8 +116,8 @@ def test_a_slow_reader_pauses_its_own_request_only(scenario: Scenario) -> None:
 
 def test_cancelled_in_the_queue(scenario: Scenario) -> None:
     async def body(world: World) -> None:
-        first = await world.started(request(1))
-        waiting = asyncio.create_task(world.collect(request(2)))
+        first = await world.started(new_work(1))
+        waiting = asyncio.create_task(world.collect(new_work(2)))
         await world.until(lambda s: s.queued == 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -300,7 +131,7 @@ def test_cancelled_in_the_queue(scenario: Scenario) -> None:
 
 def test_cancelled_during_the_transfer_its_pages_wait_for_the_writer(scenario: Scenario) -> None:
     async def body(world: World) -> None:
-        call = await world.started(request(1))
+        call = await world.started(new_work(1))
         reservation = world.receiver.reservations[1]
         reservation.quiet.clear()
         call.cancel()
@@ -317,8 +148,8 @@ def test_cancelled_during_the_transfer_its_pages_wait_for_the_writer(scenario: S
 def test_cancelled_during_a_step_its_pages_wait_for_the_step(scenario: Scenario) -> None:
     async def body(world: World) -> None:
         world.runner.gate.clear()
-        call = await world.started(request(1))
-        other = await world.started(request(2))
+        call = await world.started(new_work(1))
+        other = await world.started(new_work(2))
         for room in (1, 2):
             world.receiver.reservations[room].land(10 * room)
         await asyncio.to_thread(world.runner.begun.wait)
@@ -335,7 +166,7 @@ def test_cancelled_during_a_step_its_pages_wait_for_the_step(scenario: Scenario)
 
 def test_a_transfer_that_fails_fails_its_request(scenario: Scenario) -> None:
     async def body(world: World) -> None:
-        call = await world.started(request(1))
+        call = await world.started(new_work(1))
         world.receiver.reservations[1].break_off(PeerLost("r1", "reset"))
         with pytest.raises(PeerLost):
             await call
@@ -353,7 +184,7 @@ def test_a_handover_that_does_not_fit_is_refused(
     scenario: Scenario, token_id: int, prompt_tokens: int, match: str
 ) -> None:
     async def body(world: World) -> None:
-        call = await world.started(request(1))
+        call = await world.started(new_work(1))
         world.receiver.reservations[1].land(token_id, prompt_tokens)
         with pytest.raises(TransferCorrupt, match=match):
             await call
@@ -367,13 +198,13 @@ def test_a_model_error_fails_the_requests_of_its_step_and_the_loop_lives(
 ) -> None:
     async def body(world: World) -> None:
         world.runner.error = ZeroDivisionError("bad kernel")
-        call = await world.started(request(1))
+        call = await world.started(new_work(1))
         world.receiver.reservations[1].land(10)
         with pytest.raises(WorkerError, match="ZeroDivisionError: bad kernel"):
             await call
         await world.idle()
         world.runner.error = None
-        call = await world.started(request(2))
+        call = await world.started(new_work(2))
         world.receiver.reservations[2].land(20)
         assert tokens_of(await call) == [20, 21, 22, 23]
 
@@ -382,13 +213,13 @@ def test_a_model_error_fails_the_requests_of_its_step_and_the_loop_lives(
 
 def test_a_room_is_one_request(scenario: Scenario) -> None:
     async def body(world: World) -> None:
-        call = await world.started(request(1))
+        call = await world.started(new_work(1))
         with pytest.raises(RequestError, match="in use"):
-            await world.collect(request(1))
+            await world.collect(new_work(1))
         world.receiver.reservations[1].land(10)
         await call
         del world.receiver.reservations[1]
-        again = await world.started(request(1))
+        again = await world.started(new_work(1))
         world.receiver.reservations[1].land(10)
         await again
 

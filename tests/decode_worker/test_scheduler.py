@@ -3,33 +3,70 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from decode_worker.scheduler import DecodeScheduler, DecodeSequence, SequenceState
+from decode_worker.scheduler import DecodeScheduler, Plan
+from decode_worker.sequence import DecodeSequence, SequenceState
 from tandem.cache.pages import PageAllocator
+from tandem.cache.prefix import PrefixCache
 from tandem.config.tree import DecodeConfig
 from tandem.errors import Overloaded, RequestTooLong
 from tandem.requests import GenerateRequest, RequestId, Room, SamplingParams, StopParams
 
 PAGE = 4
 CONTEXT = 32
-CONFIG = DecodeConfig(max_running_requests=3, max_queued_requests=4)
+CONFIG = DecodeConfig(max_running_requests=3, max_queued_requests=4, growth_pages=2)
 
 
-def request(prompt_tokens: int, max_tokens: int) -> GenerateRequest:
+def request(prompt_tokens: int, max_tokens: int, first_token_id: int = 0) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId("r"),
         room=Room(1),
-        token_ids=tuple(range(prompt_tokens)),
+        token_ids=tuple(range(first_token_id, first_token_id + prompt_tokens)),
         sampling=SamplingParams(),
         stop=StopParams(max_tokens=max_tokens),
     )
 
 
-def desk(usable_pages: int, config: DecodeConfig = CONFIG) -> tuple[DecodeScheduler, PageAllocator]:
+def desk(
+    usable_pages: int,
+    config: DecodeConfig = CONFIG,
+    *,
+    swap_pages: int | None = None,
+    prefix_reuse: bool = False,
+) -> tuple[DecodeScheduler, PageAllocator]:
     pages = PageAllocator(usable_pages + 1)
-    return DecodeScheduler(pages, PAGE, CONTEXT, config), pages
+    swap = 2 * usable_pages if swap_pages is None else swap_pages
+    prefix = PrefixCache(pages, PAGE, prefix_reuse)
+    return DecodeScheduler(pages, prefix, CONTEXT, config, swap), pages
+
+
+def running(
+    scheduler: DecodeScheduler, prompt_tokens: int, max_tokens: int, first_token_id: int = 0
+) -> DecodeSequence:
+    """Admitted, and its prompt has landed."""
+    sequence = scheduler.add(request(prompt_tokens, max_tokens, first_token_id))
+    assert scheduler.admit() == [sequence]
+    scheduler.start(sequence, 9)
+    return sequence
+
+
+def two_running(
+    scheduler: DecodeScheduler, prompts: tuple[int, int] = (4, 4)
+) -> tuple[DecodeSequence, DecodeSequence]:
+    """Admitted together, before either grows."""
+    first, second = (scheduler.add(request(prompt_tokens, 20)) for prompt_tokens in prompts)
+    assert scheduler.admit() == [first, second]
+    for sequence in (first, second):
+        scheduler.start(sequence, 9)
+    return first, second
+
+
+def step(scheduler: DecodeScheduler) -> tuple[DecodeSequence, ...]:
+    """One step, with no moves before it."""
+    plan = scheduler.plan()
+    assert (plan.leaving, plan.returning) == (None, None)
+    scheduler.end_step(plan.rows, [9] * len(plan.rows))
+    return plan.rows
 
 
 @pytest.mark.parametrize(
@@ -40,11 +77,14 @@ def desk(usable_pages: int, config: DecodeConfig = CONFIG) -> tuple[DecodeSchedu
         (4, 2, 2),
         (5, 4, 2),
         (5, 5, 3),
-        (30, 99, 8),  # the context ends at 32
+        (1, 31, 3),  # one for the prompt, and two to grow into
+        (22, 99, 8),  # the context ends at 32
         (31, 1, 8),
     ],
 )
-def test_pages_cover_prompt_and_output(prompt_tokens: int, max_tokens: int, num_pages: int) -> None:
+def test_admitted_with_pages_for_the_prompt_and_a_little_more(
+    prompt_tokens: int, max_tokens: int, num_pages: int
+) -> None:
     scheduler, pages = desk(20)
     sequence = scheduler.add(request(prompt_tokens, max_tokens))
     assert scheduler.admit() == [sequence]
@@ -54,13 +94,13 @@ def test_pages_cover_prompt_and_output(prompt_tokens: int, max_tokens: int, num_
 def test_a_request_runs_from_its_handed_over_token_on() -> None:
     scheduler, pages = desk(8)
     sequence = scheduler.add(request(5, 4))
-    assert scheduler.plan() == []
+    assert scheduler.plan() == Plan()
     assert scheduler.admit() == [sequence]
-    assert scheduler.plan() == []
+    assert scheduler.plan() == Plan()
     scheduler.start(sequence, 70)
     assert (sequence.token_id, sequence.position) == (70, 5)
-    rows = scheduler.plan()
-    assert rows == [sequence]
+    rows = scheduler.plan().rows
+    assert rows == (sequence,)
     scheduler.end_step(rows, [71])
     assert (sequence.token_id, sequence.position) == (71, 6)
     scheduler.drop(sequence)
@@ -114,11 +154,11 @@ def test_paused_requests_sit_steps_out_and_keep_their_pages() -> None:
     scheduler.start(slow, 1)
     scheduler.start(fast, 2)
     scheduler.pause(slow)
-    assert scheduler.plan() == [fast]
+    assert scheduler.plan().rows == (fast,)
     scheduler.end_step([fast], [3])
     assert pages.num_held == 2
     scheduler.resume(slow)
-    assert scheduler.plan() == [slow, fast]
+    assert scheduler.plan().rows == (slow, fast)
 
 
 def test_dropped_during_its_step_a_request_gives_its_pages_back_afterwards() -> None:
@@ -127,7 +167,7 @@ def test_dropped_during_its_step_a_request_gives_its_pages_back_afterwards() -> 
     scheduler.admit()
     scheduler.start(gone, 1)
     scheduler.start(stays, 2)
-    rows = scheduler.plan()
+    rows = scheduler.plan().rows
     scheduler.drop(gone)
     assert (pages.num_held, scheduler.num_running) == (2, 1)
     scheduler.end_step(rows, [5, 6])
@@ -140,59 +180,134 @@ def test_a_failed_step_advances_nobody() -> None:
     sequence = scheduler.add(request(1, 4))
     scheduler.admit()
     scheduler.start(sequence, 1)
-    scheduler.end_step(scheduler.plan(), None)
+    scheduler.end_step(scheduler.plan().rows, None)
     assert (sequence.token_id, sequence.position) == (1, 1)
-    assert scheduler.plan() == [sequence]
+    assert scheduler.plan().rows == (sequence,)
 
 
-@given(st.data())
-def test_any_history_ends_and_returns_every_page(data: st.DataObject) -> None:  # noqa: C901
-    scheduler, pages = desk(10, replace(CONFIG, max_queued_requests=50))
-    live: dict[DecodeSequence, int] = {}
+def test_the_last_admitted_leaves_when_an_earlier_one_needs_its_pages() -> None:
+    scheduler, pages = desk(6)
+    old, new = two_running(scheduler)
+    assert (len(old.page_ids), len(new.page_ids)) == (3, 3)
+    for _ in range(8):
+        assert step(scheduler) == (old, new)
+    assert scheduler.plan() == Plan(leaving=new)
+    assert pages.num_held == 6  # they are being read
+    assert scheduler.end_save(new, saved=True)
+    assert (pages.num_held, scheduler.pages_swapped, scheduler.num_preemptions) == (3, 3, 1)
+    assert step(scheduler) == (old,)
+    assert (len(old.page_ids), new.state) == (4, SequenceState.SWAPPED)
+    waiting = scheduler.add(request(1, 1))
+    assert scheduler.admit() == []  # nobody is admitted while somebody is out
+    scheduler.drop(old)
+    assert scheduler.plan() == Plan(returning=new)
+    scheduler.end_load(new, loaded=True)
+    assert (scheduler.pages_swapped, new.position) == (0, 12)
+    assert scheduler.admit() == [waiting]
+    assert step(scheduler) == (new,)
 
-    def drop(sequence: DecodeSequence) -> None:
-        del live[sequence]
-        scheduler.drop(sequence)
 
-    def step(victim: DecodeSequence | None = None) -> None:
-        rows = scheduler.plan()
-        used = [page for sequence in rows for page in sequence.page_ids]
-        assert len(used) == len(set(used)), "two requests share a page"
-        if victim is not None:
-            drop(victim)
-        scheduler.end_step(rows, [sequence.position for sequence in rows])
-        for sequence in rows:
-            if sequence in live:
-                assert sequence.position < len(sequence.page_ids) * PAGE + 1
-                live[sequence] -= 1
-                if live[sequence] <= 1:
-                    drop(sequence)
+def test_the_last_admitted_waits_rather_than_send_others_away() -> None:
+    scheduler, _ = desk(6)
+    old, new = two_running(scheduler, prompts=(3, 4))
+    for _ in range(8):
+        assert step(scheduler) == (old, new)
+    assert step(scheduler) == (old,)  # the new one's page is full
+    assert scheduler.num_preemptions == 0
 
-    def start_all() -> None:
-        scheduler.admit()
-        for sequence in list(live):
-            if sequence.state is SequenceState.RESERVED:
-                scheduler.start(sequence, 0)
 
-    for _ in range(data.draw(st.integers(1, 30))):
-        match data.draw(st.sampled_from(["add", "start", "step", "cancel"])):
-            case "add":
-                prompt_tokens, max_tokens = (
-                    data.draw(st.integers(1, 20)),
-                    data.draw(st.integers(2, 9)),
-                )
-                live[scheduler.add(request(prompt_tokens, max_tokens))] = max_tokens
-            case "start":
-                start_all()
-            case "step":
-                leaves = data.draw(st.booleans())
-                step(next(iter(live)) if live and leaves else None)
-            case "cancel" if live:
-                drop(list(live)[data.draw(st.integers(0, len(live) - 1))])
-    for _ in range(500):
-        if not live:
-            break
-        start_all()
-        step()
-    assert not live, "a request never finished"
-    assert (scheduler.num_queued, scheduler.num_running, pages.num_held) == (0, 0, 0)
+def test_paused_requests_leave_first() -> None:
+    scheduler, _ = desk(6)
+    slow, fast = two_running(scheduler)
+    scheduler.pause(slow)
+    for _ in range(8):
+        assert step(scheduler) == (fast,)
+    assert scheduler.plan() == Plan(leaving=slow)
+    scheduler.end_save(slow, saved=True)
+    waiting = scheduler.add(request(1, 1))
+    assert scheduler.admit() == [waiting]  # a slow reader does not hold up others
+    assert step(scheduler) == (fast,)
+    scheduler.drop(waiting)
+    scheduler.resume(slow)  # the oldest again: others make room
+    assert scheduler.plan() == Plan(leaving=fast)
+
+
+def test_transfers_are_waited_for_not_preempted() -> None:
+    scheduler, _ = desk(6)
+    old, arriving = (scheduler.add(request(4, 20)) for _ in range(2))
+    assert scheduler.admit() == [old, arriving]
+    scheduler.start(old, 9)
+    for _ in range(8):
+        assert step(scheduler) == (old,)
+    assert scheduler.plan() == Plan()
+    scheduler.start(arriving, 9)
+    assert scheduler.plan() == Plan(leaving=arriving)
+
+
+def test_with_little_host_memory_the_later_ones_wait() -> None:
+    scheduler, _ = desk(6, swap_pages=0)
+    old = running(scheduler, 4, 16)
+    new = scheduler.add(request(4, 16))
+    assert scheduler.admit() == []  # 5 pages at most for the old one, and 3 for the new one
+    for _ in range(15):
+        assert step(scheduler) == (old,)
+    scheduler.drop(old)
+    assert scheduler.admit() == [new]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_dropped_while_it_leaves_a_request_needs_no_copy(saved: bool) -> None:
+    scheduler, pages = desk(6)
+    _, new = two_running(scheduler)
+    for _ in range(8):
+        step(scheduler)
+    assert scheduler.plan() == Plan(leaving=new)
+    scheduler.drop(new)
+    assert pages.num_held == 6
+    assert not scheduler.end_save(new, saved=saved)
+    assert (pages.num_held, scheduler.pages_swapped) == (3, 0)
+
+
+def test_dropped_while_it_returns_a_request_gives_its_pages_back() -> None:
+    scheduler, pages = desk(6)
+    old, new = two_running(scheduler)
+    for _ in range(8):
+        step(scheduler)
+    scheduler.end_save(scheduler.plan().leaving or old, saved=True)
+    scheduler.drop(old)
+    assert scheduler.plan() == Plan(returning=new)
+    scheduler.drop(new)
+    assert pages.num_held == 3
+    scheduler.end_load(new, loaded=True)
+    assert (pages.num_held, scheduler.num_running) == (0, 0)
+
+
+def test_finished_requests_leave_prompt_and_output_to_those_that_go_on() -> None:
+    scheduler, pages = desk(8, prefix_reuse=True)
+    first = running(scheduler, 6, 20)
+    for _ in range(3):
+        step(scheduler)
+    scheduler.drop(first)
+    assert (scheduler.pages_used, scheduler.pages_cached) == (0, 2)  # 9 tokens have K and V
+    again = scheduler.add(first.request)
+    scheduler.admit()
+    assert (again.cached_pages, scheduler.pages_cached) == (1, 1)
+    scheduler.drop(again)
+    turn = [*first.request.token_ids, 9, 9, 9]
+    follow = scheduler.add(replace(first.request, token_ids=tuple(turn)))
+    scheduler.admit()
+    assert follow.cached_pages == 2
+    scheduler.drop(follow)  # before anything landed
+    assert scheduler.pages_cached == 2
+    assert pages.num_held == 2
+
+
+def test_cached_pages_go_before_anybody_is_preempted() -> None:
+    scheduler, _ = desk(6, prefix_reuse=True)
+    scheduler.drop(running(scheduler, 12, 2))
+    assert scheduler.pages_cached == 3
+    other = running(scheduler, 4, 20, first_token_id=50)
+    assert scheduler.pages_cached == 3
+    for _ in range(19):
+        assert step(scheduler) == (other,)
+    assert (scheduler.num_preemptions, scheduler.pages_cached) == (0, 0)
