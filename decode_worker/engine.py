@@ -152,6 +152,7 @@ class DecodeEngine:
         life = self._lives[sequence] = _Life(Outbox(self._rules.max_unread_chunks))
         try:
             self._admit()
+            self._wake.set()  # somebody paused may leave for it
             await life.admitted.wait()
             life.reservation = self._reserve(sequence)
             yield Reserved(target=life.reservation.target, cached_pages=sequence.cached_pages)
@@ -239,8 +240,8 @@ class DecodeEngine:
         await reservation.release()
         self._drop(sequence)
 
-    def _drop(self, sequence: DecodeSequence) -> None:
-        self._scheduler.drop(sequence)
+    def _drop(self, sequence: DecodeSequence, *, keep: bool = True) -> None:
+        self._scheduler.drop(sequence, keep=keep)
         self._lives.pop(sequence, None)
         self._admit()  # others may have waited for these pages
         self._wake.set()
@@ -270,6 +271,7 @@ class DecodeEngine:
             )
         if error is not None:
             self._fail([sequence], [life], error)
+        self._admit()
 
     async def _load(self, sequence: DecodeSequence) -> None:
         life, page_ids = self._lives[sequence], sequence.page_ids
@@ -317,7 +319,7 @@ class DecodeEngine:
             exc_info=error,
         )
         for sequence, life in zip(rows, lives, strict=True):
-            self._drop(sequence)
+            self._drop(sequence, keep=False)
             life.outbox.fail(
                 WorkerError(
                     self._worker_id, f"the decode step failed: {type(error).__name__}: {error}"

@@ -184,6 +184,8 @@ class DecodeScheduler:
                     continue
                 sequence.page_ids += page_ids
             rows.append(sequence)
+        if not rows and (leaving := self._paused_before_queue()):
+            return Plan(leaving=leaving)
         for sequence in rows:
             written = sequence.page_ids[sequence.position // self._page_tokens]
             assert self._pages.references(written) == 1, f"page {written} is shared"
@@ -239,11 +241,15 @@ class DecodeScheduler:
         """Undo `pause`."""
         sequence.paused = False
 
-    def drop(self, sequence: DecodeSequence) -> None:
+    def drop(self, sequence: DecodeSequence, *, keep: bool = True) -> None:
         """End the request in any state; its pages come back now or when the device thread is done.
 
         A RESERVED request may be dropped only once no transfer can write into its pages any more.
         A second call does nothing.
+
+        Args:
+            sequence: any.
+            keep: its K and V are sound; the prefix cache may have them.
         """
         before, sequence.state = sequence.state, SequenceState.GONE
         if before is SequenceState.GONE:
@@ -254,7 +260,7 @@ class DecodeScheduler:
         del self._admitted[sequence]
         sequence.swapped_pages = 0
         if not sequence.busy:
-            self._give_back(sequence, keep=before is SequenceState.RUNNING)
+            self._give_back(sequence, keep=keep and before is SequenceState.RUNNING)
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that ``num_tokens`` take."""
@@ -263,7 +269,7 @@ class DecodeScheduler:
     def _reserve(self, sequence: DecodeSequence) -> bool:
         """Take pages for the prompt and a little more; False when there are too few for now."""
         prompt = sequence.request.token_ids
-        wanted = min(self.num_pages(len(prompt)) + self._config.growth_pages, sequence.max_pages)
+        wanted = self._first_pages(sequence)
         if not self._may_take(wanted):
             return False
         matched = self._prefix.match(prompt)
@@ -276,6 +282,10 @@ class DecodeScheduler:
         sequence.order = next(self._orders)
         sequence.state = SequenceState.RESERVED
         return True
+
+    def _first_pages(self, sequence: DecodeSequence) -> int:
+        prompt_pages = self.num_pages(len(sequence.request.token_ids))
+        return min(prompt_pages + self._config.growth_pages, sequence.max_pages)
 
     def _next_to_return(self) -> DecodeSequence | None:
         for sequence in self._admitted:
@@ -306,14 +316,17 @@ class DecodeScheduler:
     def _covers_position(self, sequence: DecodeSequence) -> bool:
         return sequence.position < len(sequence.page_ids) * self._page_tokens
 
-    def _choose_leaving(self, needy: DecodeSequence) -> DecodeSequence | None:
-        """Who gives up its pages for ``needy``: somebody paused, else the one admitted last."""
+    def _choose_leaving(self, needy: DecodeSequence | None) -> DecodeSequence | None:
+        """Who gives up its pages for ``needy``: somebody paused, else the one admitted last.
+
+        None stands for those in the queue; only paused ones leave for them.
+        """
         candidates = [
             sequence
             for sequence in self._admitted
             if sequence.state is SequenceState.RUNNING
             and sequence is not needy
-            and (sequence.paused or sequence.order > needy.order)
+            and (sequence.paused or (needy is not None and sequence.order > needy.order))
         ]
         if not candidates:
             return None
@@ -337,6 +350,15 @@ class DecodeScheduler:
                 return False
             later += other.held_pages
         return True
+
+    def _paused_before_queue(self) -> DecodeSequence | None:
+        """A paused request that leaves for the first in the queue, when nothing else would move."""
+        waiting = next(iter(self._queued), None)
+        if waiting is None or len(self._admitted) >= self._config.max_running_requests:
+            return None
+        if any(not sequence.paused for sequence in self._admitted):
+            return None  # it ends, or grows, or its transfer lands
+        return self._choose_leaving(None) if self._may_take(self._first_pages(waiting)) else None
 
     def _num_growing(self) -> int:
         """Requests that may soon take another page."""

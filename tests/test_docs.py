@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-CASE = re.compile(r"^\| ((?:XFR|DTH|ABT|HND)-\d+) \|", re.MULTILINE)
+CASE = re.compile(r"^\| ((?:XFR|DTH|ABT|HND|CCH)-\d+) \|", re.MULTILINE)
 FAULTS = ROOT / "docs" / "faults.md"
 
 

@@ -232,6 +232,19 @@ def test_paused_requests_leave_first() -> None:
     assert scheduler.plan() == Plan(leaving=fast)
 
 
+def test_paused_requests_leave_for_the_queue_when_nothing_else_moves() -> None:
+    scheduler, _ = desk(6)
+    slow, fast = two_running(scheduler)
+    waiting = scheduler.add(request(4, 4))
+    scheduler.pause(slow)
+    assert step(scheduler) == (fast,)
+    scheduler.pause(fast)
+    assert scheduler.plan() == Plan(leaving=fast)
+    scheduler.end_save(fast, saved=True)
+    assert scheduler.admit() == [waiting]
+    assert scheduler.plan() == Plan()
+
+
 def test_transfers_are_waited_for_not_preempted() -> None:
     scheduler, _ = desk(6)
     old, arriving = (scheduler.add(request(4, 20)) for _ in range(2))
@@ -300,6 +313,14 @@ def test_finished_requests_leave_prompt_and_output_to_those_that_go_on() -> None
     scheduler.drop(follow)  # before anything landed
     assert scheduler.pages_cached == 2
     assert pages.num_held == 2
+
+
+def test_what_a_failed_step_left_is_not_kept() -> None:
+    scheduler, pages = desk(8, prefix_reuse=True)
+    sequence = running(scheduler, 6, 20)
+    scheduler.end_step(scheduler.plan().rows, None)
+    scheduler.drop(sequence, keep=False)
+    assert pages.num_held == 0
 
 
 def test_cached_pages_go_before_anybody_is_preempted() -> None:

@@ -17,6 +17,8 @@ WORKER = generate_pb2.WorkerState(
     address="127.0.0.1:9",
     pages_used=3,
     pages_cached=2,
+    pages_swapped=5,
+    preemptions=6,
     pages_total=40,
     running=1,
     graph="graph 1,2",
@@ -31,7 +33,8 @@ def test_the_table_shows_every_worker(
     shown = capsys.readouterr().out
     assert "Tandem 1.2.3, disaggregated: 2 requests running, 0 queued" in shown
     assert "decode-0" in shown
-    assert "3/40 +2 cached" in shown
+    assert "3/40 +2 cached +5 swapped" in shown
+    assert "preemptions" in shown
     assert "graph 1,2" in shown
 
 

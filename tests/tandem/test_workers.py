@@ -38,6 +38,8 @@ def test_status_survives_the_wire_and_names_its_worker() -> None:
         state="draining",
         pages_used=3,
         pages_cached=4,
+        pages_swapped=6,
+        preemptions=7,
         running=1,
         queued=2,
         transfers_pending=5,
