@@ -33,6 +33,7 @@ from kv_transfer.transport import Connection, InFrame, OutFrame, RegisteredMemor
 from kv_transfer.transports.inproc import Direction, InprocNetwork, InprocTransport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
+from kv_transfer.transports.tls import TlsContexts
 from kv_transfer.wire import MAX_BODY_BYTES, FrameType, Header
 from tandem.cache.groups import CacheGroup
 from tandem.cache.pool import KVPool
@@ -296,6 +297,9 @@ async def make_pair(
         match transport:
             case "tcp":
                 return [TcpTransport("127.0.0.1", config.idle_timeout_s)]
+            case "tls":
+                tls = TlsContexts(config.tls)
+                return [TcpTransport("127.0.0.1", config.idle_timeout_s, tls)]
             case "shm":
                 return [ShmTransport()]
             case _:

@@ -13,6 +13,7 @@ from kv_transfer.transport import (
     Span,
 )
 from kv_transfer.transports.stream import IOV_MAX, SocketAcceptor, SocketStream
+from kv_transfer.transports.tls import TlsContexts, TlsStream
 from kv_transfer.wire import HEADER_BYTES, check_frame, decode_header, encode_frame
 from tandem.cache.pool import PageBuffer
 
@@ -23,15 +24,16 @@ _BACKLOG = 128
 class TcpTransport:
     """See `kv_transfer.transport.Transport`."""
 
-    scheme = "tcp"
-
-    def __init__(self, host: str, silence_timeout_s: float) -> None:
+    def __init__(self, host: str, silence_timeout_s: float, tls: TlsContexts | None = None) -> None:
         """Bind ``host`` when listening.
 
         Args:
             host: address of one interface, or of all.
             silence_timeout_s: a peer whose kernel acknowledges nothing for this long is lost.
+            tls: encrypt, and demand certificates; the endpoints then begin with ``tls://``.
         """
+        self.scheme = "tcp" if tls is None else "tls"
+        self._tls = tls
         self._host = host
         self._silence_timeout_s = silence_timeout_s
         self._memory = RegisteredMemory(())
@@ -51,12 +53,12 @@ class TcpTransport:
             raise
 
     def reaches(self, endpoint: str) -> bool:
-        """Any TCP endpoint may be reachable."""
-        return endpoint.startswith("tcp://")
+        """Any TCP endpoint may be reachable; encrypted ones only by those who encrypt as well."""
+        return endpoint.startswith(f"{self.scheme}://")
 
     def connect(self, endpoint: str, timeout_s: float) -> TcpConnection:
-        """Connect to ``tcp://host:port``."""
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        """Connect to ``tcp://host:port`` or ``tls://host:port``."""
+        host, _, port = endpoint.removeprefix(f"{self.scheme}://").rpartition(":")
         if not port.isdecimal():
             raise ConnectionLost(f"not a TCP endpoint: {endpoint}")
         try:
@@ -65,9 +67,13 @@ class TcpTransport:
             raise
         except (OSError, OverflowError) as error:
             raise ConnectionLost(f"{endpoint}: {error}") from None
-        return self.adopt(sock)
+        try:
+            return self.adopt(sock, server=False)
+        except OSError as error:  # reset before it was set up
+            sock.close()
+            raise ConnectionLost(f"{endpoint}: {error}") from None
 
-    def adopt(self, sock: socket.socket) -> TcpConnection:
+    def adopt(self, sock: socket.socket, *, server: bool) -> TcpConnection:
         """Set a connected socket up for frames."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -77,7 +83,8 @@ class TcpTransport:
         if hasattr(socket, "TCP_KEEPIDLE"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, silence_s // 3))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, silence_s // 3))
-        return TcpConnection(SocketStream(sock), self._memory)
+        stream = SocketStream(sock) if self._tls is None else self._tls.wrap(sock, server=server)
+        return TcpConnection(stream, self._memory)
 
 
 class TcpListener:
@@ -87,7 +94,8 @@ class TcpListener:
         host, port = sock.getsockname()[:2]
         if host in ("0.0.0.0", "::"):
             host = _address_for_peers(sock.family)
-        self.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.endpoint = f"{transport.scheme}://{place}"
         self._acceptor = SocketAcceptor(sock)
         self._transport = transport
 
@@ -96,7 +104,7 @@ class TcpListener:
         while True:
             sock = self._acceptor.accept()
             try:
-                return self._transport.adopt(sock)
+                return self._transport.adopt(sock, server=True)
             except OSError:  # reset before it was set up
                 sock.close()
 
@@ -110,7 +118,7 @@ class TcpConnection:
 
     pull = False
 
-    def __init__(self, stream: SocketStream, memory: RegisteredMemory) -> None:
+    def __init__(self, stream: SocketStream | TlsStream, memory: RegisteredMemory) -> None:
         self._stream = stream
         self._memory = memory
         self._sink = memoryview(bytearray(_SINK_BYTES))

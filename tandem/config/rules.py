@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 
-from tandem.config.tree import TandemConfig
+from tandem.config.tree import TandemConfig, TlsConfig
 from tandem.errors import ConfigError
 
 
@@ -31,6 +32,7 @@ def check_together(config: TandemConfig) -> None:
             f"{config.prefill.replicas} differs from decode.replicas ({config.decode.replicas}); "
             "each colocated worker does both",
         )
+    _check_tls(config.transfer.tls)
     if config.router.heartbeat_interval_s >= config.router.heartbeat_timeout_s:
         raise ConfigError(
             "router.heartbeat_timeout_s",
@@ -42,4 +44,14 @@ def check_together(config: TandemConfig) -> None:
             "limits.max_text_bytes",
             f"{config.limits.max_text_bytes} must be below limits.max_message_bytes "
             f"({config.limits.max_message_bytes})",
+        )
+
+
+def _check_tls(tls: TlsConfig) -> None:
+    files = {field.name: getattr(tls, field.name) for field in fields(tls)}
+    missing = [name for name, file in files.items() if not file]
+    if 0 < len(missing) < len(files):
+        raise ConfigError(
+            f"transfer.tls.{missing[0]}",
+            "is empty, but TLS needs cert_file, key_file and ca_file; name all three or none",
         )

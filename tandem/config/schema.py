@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -27,14 +28,15 @@ def json_schema() -> dict[str, object]:
 
 def markdown() -> str:
     """All settings as one table for each section."""
-    parts = [_HEAD, _section_table(TandemConfig, "The root", "")]
-    hints = get_type_hints(TandemConfig)
-    parts += [
-        _section_table(cast(type, kind), f"`{name}`", f"{name}.")
-        for name, kind in hints.items()
-        if is_dataclass(kind)
-    ]
-    return "\n".join(parts)
+    return "\n".join([_HEAD, *_tables(TandemConfig, "")])
+
+
+def _tables(section: type, prefix: str) -> Iterator[str]:
+    title = f"`{prefix[:-1]}`" if prefix else "The root"
+    yield _section_table(section, title, prefix)
+    for name, kind in get_type_hints(section).items():
+        if is_dataclass(kind):
+            yield from _tables(cast(type, kind), f"{prefix}{name}.")
 
 
 def field_docs(section: type) -> dict[str, str]:

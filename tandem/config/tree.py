@@ -147,6 +147,27 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TlsConfig:
+    """Encryption of K and V over TCP; off unless all three files are named.
+
+    Both ends must then show a certificate that `ca_file` signed. Names in certificates are not
+    looked at, so let that authority sign for this deployment's workers only.
+    """
+
+    cert_file: str = ""
+    """This worker's certificate, PEM."""
+    key_file: str = ""
+    """Its private key, PEM, not encrypted."""
+    ca_file: str = ""
+    """Certificates of the authorities that may sign workers' certificates, PEM."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether K and V over TCP are encrypted."""
+        return bool(self.cert_file and self.key_file and self.ca_file)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TransferConfig:
     """How K and V pages travel from prefill to decode."""
 
@@ -154,6 +175,8 @@ class TransferConfig:
     """shm copies through shared memory on one host, tcp works everywhere, auto picks per pair."""
     host: str = "127.0.0.1"
     """Address that decode workers bind for K and V; loopback unless set."""
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    """Encryption of K and V over TCP."""
     connect_timeout_s: Seconds = 5.0
     """Connecting and agreeing on the layout."""
     idle_timeout_s: Seconds = 30.0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -92,6 +93,7 @@ def test_a_setting_without_its_section_is_found() -> None:
         ("decode.buckets=[1, 1]", "decode.buckets", "ascend"),
         ("prefill.chunk_tokens=24", "prefill.chunk_tokens", "cache.page_tokens (16)"),
         ("router.heartbeat_interval_s=9", "router.heartbeat_timeout_s", "heartbeat_interval_s (9)"),
+        ("transfer.tls.ca_file=ca.pem", "transfer.tls.cert_file", "all three or none"),
         ("limits.max_text_bytes=16777216", "limits.max_text_bytes", "below limits.max_message"),
         ("ray.object_store_bytes=1000", "ray.object_store_bytes", "at least"),
         ("router=5", "router", "settings by name"),
@@ -162,8 +164,9 @@ def test_rendered_yaml_reads_back(value: object) -> None:
 def test_any_value_gives_a_tree_or_an_error_with_the_settings_name(
     name: str, value: object
 ) -> None:
-    section, _, last = name.rpartition(".")
-    settings: dict[str, object] = {section: {last: value}} if section else {last: value}
+    settings: Any = value
+    for part in reversed(name.split(".")):
+        settings = {part: settings}
     built = attempt(settings)
     if isinstance(built, ConfigError):
         assert built.problem

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jsonschema
@@ -23,6 +24,9 @@ TOGETHER = {
     "cache.page_tokens",
     "router.heartbeat_interval_s",
     "router.heartbeat_timeout_s",
+    "transfer.tls.cert_file",
+    "transfer.tls.key_file",
+    "transfer.tls.ca_file",
     "limits.max_text_bytes",
     "limits.max_message_bytes",
 }
@@ -42,9 +46,7 @@ def test_it_is_a_schema_and_the_defaults_satisfy_it() -> None:
 
 @pytest.mark.parametrize("name", dotted_names())
 def test_every_setting_is_described_with_its_default(name: str) -> None:
-    section, _, last = name.rpartition(".")
-    node: Any = TandemConfig()
-    default = getattr(getattr(node, section) if section else node, last)
+    default = attrgetter(name)(TandemConfig())
     assert leaf(name)["description"].endswith(".")
     assert leaf(name)["default"] == (list(default) if isinstance(default, tuple) else default)
     assert f"`{name}`" in markdown()
@@ -81,8 +83,9 @@ def test_a_setting_without_a_docstring_is_an_error() -> None:
     | st.lists(st.integers(), max_size=2),
 )
 def test_schema_and_loader_agree(name: str, value: object) -> None:
-    section, _, last = name.rpartition(".")
-    settings: dict[str, object] = {section: {last: value}} if section else {last: value}
+    settings: Any = value
+    for part in reversed(name.split(".")):
+        settings = {part: settings}
     try:
         from_mapping(settings)
     except ConfigError:
