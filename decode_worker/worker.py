@@ -98,7 +98,7 @@ class DecodeWorker:
     def _load(self, resolved: ResolvedConfig, thread: DeviceThread) -> tuple[Runner, KVPool]:
         torch.set_num_threads(resolved.decode_threads)
         model = thread.model(lambda: load_model(self._folder, resolved.dtype, self._progress))
-        groups = self._folder.spec.cache_groups(self._config.cache.page_tokens, resolved.dtype)
+        groups = self._folder.spec.cache_groups(self._config.decode_page_tokens, resolved.dtype)
         pool = KVPool(groups, resolved.decode_pages + 1)
         return self.make_runner(model, pool), pool
 
@@ -112,7 +112,7 @@ class DecodeWorker:
         on_ready: Callable[[str], None],
     ) -> None:
         incarnation = new_incarnation()
-        layout = model_layout(self._folder, self._config.cache.page_tokens, resolved.dtype)
+        layout = model_layout(self._folder, self._config.decode_page_tokens, resolved.dtype)
         receiver = KVReceiver(pool, layout, self._config.transfer, self._secret, incarnation)
         engine = self._engine(resolved, runner, pool, receiver, thread)
         worker_server = WorkerServer(
@@ -150,7 +150,7 @@ class DecodeWorker:
             worker_id=self._worker_id,
             scheduler=DecodeScheduler(
                 pages,
-                PrefixCache(pages, cache.page_tokens, cache.prefix_reuse),
+                PrefixCache(pages, self._config.decode_page_tokens, cache.prefix_reuse),
                 resolved.max_context_tokens,
                 decode,
                 swap_pages=swap_bytes * pool.num_pages // pool.nbytes,
@@ -178,7 +178,7 @@ class DecodeWorker:
             address=address,
             model=model_identity(self._config, self._folder, resolved),
             pages_total=resolved.decode_pages,
-            page_tokens=self._config.cache.page_tokens,
+            page_tokens=self._config.decode_page_tokens,
             layout_digest=layout.digest(),
         )
 

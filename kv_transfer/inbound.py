@@ -18,6 +18,7 @@ import xxhash
 from kv_transfer.counters import Tally
 from kv_transfer.handshake import Identity, NotAuthentic, answer
 from kv_transfer.messages import Abort, Commit, Credit, Message, Open, decode, encode
+from kv_transfer.paging import Paging
 from kv_transfer.pieces import MAX_FRAME_PAGES, Cursor, spans_of
 from kv_transfer.reservation import Reservation
 from kv_transfer.transport import Connection, ConnectionLost, InFrame, OutFrame, RegisteredMemory
@@ -76,6 +77,8 @@ class Inbound:
         self._down: tuple[type[TransferError], str] | None = None
         self._heard_s = self._pinged_s = parts.clock()
         self._credit_bytes = parts.credit_bytes  # the reading thread's only
+        layout = parts.identity.layout
+        self._paging = Paging.between(layout, layout, parts.memory)
         self._incarnation = "not yet known"
         self._reader = threading.Thread(target=self._serve, name="kv-receive", daemon=True)
         self._writer = threading.Thread(target=self._write, name="kv-answers", daemon=True)
@@ -158,6 +161,8 @@ class Inbound:
             self._parts.tally.add(refused_connections=1)
             logger.warning("K/V connection refused: %s", error)
             return False
+        layout = self._parts.identity.layout
+        self._paging = Paging.between(layout, peer.layout, self._parts.memory)
         self._incarnation = peer.incarnation
         logger.info("prefill=%s K/V connection", peer.incarnation)
         return True
@@ -196,7 +201,7 @@ class Inbound:
         with self._lock:
             if self._down is not None:
                 return
-            if reservation.claim(self.dismiss):
+            if reservation.claim(self.dismiss, self._paging):
                 if not self._claimed:
                     self._pinged_s = self._parts.clock()
                 self._claimed[reservation.key] = reservation
@@ -227,7 +232,7 @@ class Inbound:
 
     def _check_data(self, header: Header) -> None:
         """Refuse what no correct sender sends: after this the frame's sizes can be relied on."""
-        groups = self._parts.identity.layout.groups
+        groups = self._paging.groups
         if header.group >= len(groups) or header.layer >= groups[header.group].num_layers:
             raise WireError("DATA for an unknown group or layer")
         if not 0 < header.num_pages <= MAX_FRAME_PAGES:
@@ -242,7 +247,7 @@ class Inbound:
     def _place(self, reservation: Reservation, frame: InFrame) -> None:
         """Move a payload into the reservation's pages, or nowhere once they are not its own."""
         header, payload = frame.header, frame.payload
-        buffer = self._parts.memory.buffers[header.group]
+        buffer = self._paging.memory.buffers[header.group]
         page_ids = reservation.destination(header)
         cursor = Cursor(
             spans_of(buffer.group, header.group, header.layer, page_ids, buffer.num_pages)

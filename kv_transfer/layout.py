@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kv_transfer.messages import pack_object, unpack_object
@@ -21,7 +21,7 @@ _MAX_NUMBER = 1 << 31
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVLayout:
-    """Everything that must be equal for one worker's pages to be another's."""
+    """What decides whether one worker's pages can be another's."""
 
     model: str
     weights_digest: str
@@ -37,8 +37,10 @@ class KVLayout:
         return self.groups[0].page_tokens
 
     def digest(self) -> str:
-        """Short name of this layout, for logs and status."""
-        return hashlib.blake2b(self.to_wire(), digest_size=8).hexdigest()
+        """Short name of all that must be equal; page sizes need only divide each other."""
+        groups = tuple(replace(group, page_tokens=1) for group in self.groups)
+        alike = replace(self, groups=groups).to_wire()
+        return hashlib.blake2b(alike, digest_size=8).hexdigest()
 
     def to_wire(self) -> bytes:
         """Encode for the handshake."""
@@ -68,6 +70,8 @@ class KVLayout:
         groups = fields["groups"]
         if not isinstance(groups, list) or not 1 <= len(groups) <= _MAX_GROUPS:
             raise WireError("layout: groups")
+        if any(type(group) is list and group[2:3] != groups[0][2:3] for group in groups):
+            raise WireError("layout: groups of different page sizes")
         return cls(
             model=_text(fields, "model"),
             weights_digest=_text(fields, "weights_digest"),
@@ -80,12 +84,13 @@ class KVLayout:
         """Compare with a peer's layout, field by field.
 
         Raises:
-            LayoutMismatch: names the first field that differs.
+            LayoutMismatch: names the first field that differs; of two page sizes, if neither
+                divides the other.
         """
         for (field, ours), (their_field, value) in zip(
             self._comparable(), theirs._comparable(), strict=False
         ):
-            if field != their_field or ours != value:
+            if field != their_field or not (ours == value or _sizes_divide(field, ours, value)):
                 raise LayoutMismatch(field, str(ours), str(value))
 
     def _comparable(self) -> Iterator[tuple[str, object]]:
@@ -99,6 +104,12 @@ class KVLayout:
             yield f"{group.name}.page_tokens", group.page_tokens
             yield f"{group.name}.token_shape", group.token_shape
         yield "rope", self.rope
+
+
+def _sizes_divide(field: str, ours: object, theirs: object) -> bool:
+    if not field.endswith(".page_tokens") or not isinstance(ours, int):
+        return False
+    return isinstance(theirs, int) and not max(ours, theirs) % min(ours, theirs)
 
 
 def _group(raw: Any) -> CacheGroup:

@@ -15,6 +15,7 @@ from itertools import islice
 from kv_transfer.counters import Tally
 from kv_transfer.handshake import Peer
 from kv_transfer.messages import Abort, Credit, Open, decode
+from kv_transfer.paging import Paging
 from kv_transfer.pieces import FRAME_BYTES, Piece, checksum, spans_of
 from kv_transfer.stream import KVStream
 from kv_transfer.transport import Connection, ConnectionLost, InFrame, OutFrame, RegisteredMemory
@@ -34,6 +35,7 @@ class LinkParts:
     connection: Connection
     transport: str
     peer: Peer
+    paging: Paging
     memory: RegisteredMemory
     config: TransferConfig
     clock: Callable[[], float]
@@ -77,6 +79,8 @@ class Link:
         self._unacked: deque[tuple[KVStream, int]] = deque()
         self._down: tuple[type[TransferError], str] | None = None
         self._heard_s = self._pinged_s = parts.clock()
+        self.paging = parts.paging
+        """Our pages as they travel to this peer."""
         name = parts.peer.incarnation[:8]
         self._writer = threading.Thread(target=self._write, name=f"kv-send-{name}", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"kv-acks-{name}", daemon=True)

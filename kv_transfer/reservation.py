@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kv_transfer.fence import Fence
 from kv_transfer.messages import Commit, KVTarget, decode_handover, encode
 from kv_transfer.outcome import Outcome
+from kv_transfer.paging import Paging
 from kv_transfer.wire import Header, WireError
 from tandem.cache.groups import CacheGroup
 from tandem.errors import TransferAborted, TransferCorrupt, TransferError
@@ -52,6 +53,7 @@ class Reservation:
         """Tells a prefill worker where the pages are; opaque to everybody else."""
         self.fence = Fence()
         """Admits placements into the pages."""
+        self._target, self._page_ids = terms.target, terms.page_ids
         self._groups = groups
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -92,21 +94,24 @@ class Reservation:
         self.end(TransferAborted(self.request_id, "decode released the reservation"))
         await self.fence.quiet()
 
-    def claim(self, dismiss: Dismiss) -> bool:
+    def claim(self, dismiss: Dismiss, paging: Paging) -> bool:
         """A connection will fill the pages; False when it ended or another one does.
 
         Args:
             dismiss: called once, when the transfer ends.
+            paging: the pages in which it will fill ours.
         """
         with self._lock:
             if self._dismiss is not None or self._outcome.done:
                 return False
             self._dismiss = dismiss
+            self._target = paging.target(self.terms.target, paging.ratio)
+            self._page_ids = paging.ids(self.terms.page_ids)
             return True
 
     def check_range(self, header: Header) -> str:
         """Say what is wrong with a frame's page range, or return an empty string."""
-        target = self.terms.target
+        target = self._target
         if header.first_page < target.first_page:
             return f"page {header.first_page} is below the first that is missing"
         if header.first_page + header.num_pages > target.num_pages:
@@ -114,8 +119,8 @@ class Reservation:
         return ""
 
     def destination(self, header: Header) -> tuple[int, ...]:
-        """Our page ids for a frame whose range was checked."""
-        return self.terms.page_ids[header.first_page : header.first_page + header.num_pages]
+        """Our page ids for a frame whose range was checked, in pages that travel."""
+        return self._page_ids[header.first_page : header.first_page + header.num_pages]
 
     def landed(self, header: Header) -> None:
         """Record verified pages."""
@@ -161,7 +166,7 @@ class Reservation:
             self._dismiss(self, error)
 
     def _complete(self, layer: int) -> bool:
-        target = self.terms.target
+        target = self._target
         whole = (1 << target.num_pages) - (1 << target.first_page)
         return all(landed[layer] == whole for landed in self._landed if layer < len(landed))
 

@@ -14,6 +14,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.link import Link, LinkParts, LinkStatus
 from kv_transfer.messages import KVTarget, decode_target
 from kv_transfer.outcome import Outcome
+from kv_transfer.paging import Paging
 from kv_transfer.stream import KVStream
 from kv_transfer.transport import Connection, ConnectionLost, RegisteredMemory, Transport
 from kv_transfer.transports.choose import sending_transports
@@ -100,7 +101,7 @@ class KVSender:
                 raise
             except TransferError as error:  # it may name another request that waited as well
                 raise type(error)(request_id, error.reason) from None
-            groups = self._identity.layout.groups
+            groups = link.paging.groups
             stream = KVStream(link, where, request_id, groups, clock=self._clock)
             if link.add(stream):
                 return stream
@@ -212,12 +213,14 @@ class KVSender:
             if not greeted:
                 connection.shutdown()
                 connection.close()
+        paging = Paging.between(self._identity.layout, peer.layout, self._memory)
         return Link(
             LinkParts(
                 connection=connection,
                 transport=scheme,
                 peer=peer,
-                memory=self._memory,
+                paging=paging,
+                memory=paging.memory,
                 config=self._config,
                 clock=self._clock,
                 tally=self._tally,

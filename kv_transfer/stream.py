@@ -39,6 +39,7 @@ class KVStream:
         *,
         clock: Callable[[], float],
     ) -> None:
+        target = link.paging.target(target, link.paging.their_ratio)
         self.request_id = request_id
         self.key = (target.room, target.epoch)
         self.first_page = target.first_page
@@ -76,6 +77,7 @@ class KVStream:
         Raises:
             TransferError: the stream has failed, or the pages are not the reservation's.
         """
+        page_ids, first_page = self._link.paging.sent(page_ids, first_page, self.num_pages)
         skipped = max(0, self.first_page - first_page)
         ids, first = page_ids[skipped:], first_page + skipped
         if not 0 <= layer < len(self._pages_by_layer) or first_page < 0:

@@ -284,6 +284,7 @@ async def make_pair(
     transport: str,
     *,
     groups: str = "mha",
+    sender_layout: KVLayout | None = None,
     receiver_layout: KVLayout | None = None,
     receiver_secret: bytes = SECRET,
     **settings: Any,
@@ -306,6 +307,8 @@ async def make_pair(
                 return [InprocTransport(network)]
 
     source, target = KVPool(GROUPS[groups], NUM_PAGES), KVPool(GROUPS[groups], NUM_PAGES)
+    if sender_layout is not None:
+        source = KVPool(sender_layout.groups, NUM_PAGES)
     if receiver_layout is not None:
         target = KVPool(receiver_layout.groups, NUM_PAGES)
     fill(source, 1)

@@ -125,20 +125,19 @@ def check_memory(
         ConfigError: it is too much.
     """
     weights_bytes = sum(file.stat().st_size for file in folder.path.glob("*.safetensors"))
-    groups = folder.spec.cache_groups(config.cache.page_tokens, resolved.dtype)
-    page_bytes = sum(group.nbytes(1) for group in groups)
-    pages = config.prefill.replicas * (resolved.prefill_pages + 1) + config.decode.replicas * (
-        resolved.decode_pages + 1
-    )
+    token_bytes = sum(group.nbytes(1) for group in folder.spec.cache_groups(1, resolved.dtype))
+    prefill_tokens = (resolved.prefill_pages + 1) * config.prefill_page_tokens
+    decode_tokens = (resolved.decode_pages + 1) * config.decode_page_tokens
+    tokens = config.prefill.replicas * prefill_tokens + config.decode.replicas * decode_tokens
     workers = workers_of(config)
-    needed_bytes = RAY_BYTES + workers * (WORKER_BYTES + weights_bytes) + pages * page_bytes
+    needed_bytes = RAY_BYTES + workers * (WORKER_BYTES + weights_bytes) + tokens * token_bytes
     if needed_bytes > available_bytes:
         raise ConfigError(
             "model.name",
             f"{folder.name} on {workers} workers needs about {_gb(needed_bytes)} "
-            f"({_gb(weights_bytes)} of weights each, {_gb(pages * page_bytes)} of K and V in all), "
-            f"but {_gb(available_bytes)} are available; close other programs, take fewer replicas "
-            "or num_pages, a smaller model, or mode=colocated",
+            f"({_gb(weights_bytes)} of weights each, {_gb(tokens * token_bytes)} of K and V in "
+            f"all), but {_gb(available_bytes)} are available; close other programs, take fewer "
+            "replicas or num_pages, a smaller model, or mode=colocated",
         )
 
 

@@ -93,7 +93,7 @@ class PrefillWorker:
     def _load(self, resolved: ResolvedConfig, thread: DeviceThread) -> tuple[Runner, KVPool]:
         torch.set_num_threads(resolved.prefill_threads)
         model = thread.model(lambda: load_model(self._folder, resolved.dtype, self._progress))
-        groups = self._folder.spec.cache_groups(self._config.cache.page_tokens, resolved.dtype)
+        groups = self._folder.spec.cache_groups(self._config.prefill_page_tokens, resolved.dtype)
         pool = KVPool(groups, resolved.prefill_pages + 1)
         return self.make_runner(model, pool), pool
 
@@ -107,7 +107,7 @@ class PrefillWorker:
         on_ready: Callable[[str], None],
     ) -> None:
         incarnation = new_incarnation()
-        layout = model_layout(self._folder, self._config.cache.page_tokens, resolved.dtype)
+        layout = model_layout(self._folder, self._config.prefill_page_tokens, resolved.dtype)
         sender = KVSender(pool, layout, self._config.transfer, self._secret, incarnation)
         engine = self._engine(resolved, runner, sender, thread)
         worker_server = WorkerServer(
@@ -133,11 +133,12 @@ class PrefillWorker:
     ) -> PrefillEngine:
         cache = self._config.cache
         pages = PageAllocator(resolved.prefill_pages + 1)
-        prefix = PrefixCache(pages, cache.page_tokens, cache.prefix_reuse)
+        page_tokens = self._config.prefill_page_tokens
+        prefix = PrefixCache(pages, page_tokens, cache.prefix_reuse)
         tokenizer = load_tokenizer(self._folder)
         return PrefillEngine(
             worker_id=self._worker_id,
-            scheduler=PrefillScheduler(pages, prefix, cache.page_tokens, self._config.prefill),
+            scheduler=PrefillScheduler(pages, prefix, page_tokens, self._config.prefill),
             runner=runner,
             num_layers=self._folder.spec.num_layers,
             vocabulary=Vocabulary(
@@ -159,7 +160,7 @@ class PrefillWorker:
             address=address,
             model=model_identity(self._config, self._folder, resolved),
             pages_total=resolved.prefill_pages,
-            page_tokens=self._config.cache.page_tokens,
+            page_tokens=self._config.prefill_page_tokens,
             layout_digest=layout.digest(),
         )
 

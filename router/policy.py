@@ -86,7 +86,6 @@ def mismatch(prefill: WorkerIdentity, decode: WorkerIdentity) -> str:
     for field, ours, theirs in (
         ("weights", prefill.model.weights_digest, decode.model.weights_digest),
         ("dtype", prefill.model.dtype, decode.model.dtype),
-        ("page_tokens", str(prefill.page_tokens), str(decode.page_tokens)),
         ("K/V layout", prefill.layout_digest, decode.layout_digest),
     ):
         if ours != theirs:
@@ -94,6 +93,12 @@ def mismatch(prefill: WorkerIdentity, decode: WorkerIdentity) -> str:
                 f"{field} of prefill worker {prefill.worker_id} ({ours}) and of decode worker "
                 f"{decode.worker_id} ({theirs}) differ"
             )
+    sizes = prefill.page_tokens, decode.page_tokens
+    if max(sizes) % min(sizes):
+        return (
+            f"page_tokens of prefill worker {prefill.worker_id} ({sizes[0]}) and of decode worker "
+            f"{decode.worker_id} ({sizes[1]}): neither is a multiple of the other"
+        )
     return ""
 
 

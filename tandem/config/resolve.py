@@ -55,19 +55,22 @@ def resolve(
         "float32" if config.model.dtype == "auto" else config.model.dtype
     )
     context = _context(config, spec)
-    groups = spec.cache_groups(config.cache.page_tokens, dtype)
-    page_bytes = sum(group.nbytes(1) for group in groups)
-    context_pages = -(-context // config.cache.page_tokens)
+    token_bytes = sum(group.nbytes(1) for group in spec.cache_groups(1, dtype))
     memory = _Memory(
         available_bytes=available_memory_bytes,
         pools=config.prefill.replicas + config.decode.replicas,
-        page_bytes=page_bytes,
+        token_bytes=token_bytes,
+        context_tokens=context,
     )
     return ResolvedConfig(
         dtype=dtype,
         max_context_tokens=context,
-        prefill_pages=memory.pages("prefill.num_pages", config.prefill.num_pages, context_pages),
-        decode_pages=memory.pages("decode.num_pages", config.decode.num_pages, context_pages),
+        prefill_pages=memory.pages(
+            "prefill.num_pages", config.prefill.num_pages, config.prefill_page_tokens
+        ),
+        decode_pages=memory.pages(
+            "decode.num_pages", config.decode.num_pages, config.decode_page_tokens
+        ),
         prefill_threads=config.prefill.threads or max(1, cores // workers_of(config)),
         decode_threads=config.decode.threads or max(1, cores // workers_of(config)),
     )
@@ -107,30 +110,30 @@ def available_memory_bytes(
 class _Memory:
     available_bytes: int
     pools: int
-    page_bytes: int
+    token_bytes: int
+    context_tokens: int
 
-    def pages(self, field: str, asked: int, context_pages: int) -> int:
+    def pages(self, field: str, asked: int, page_tokens: int) -> int:
+        page_bytes = page_tokens * self.token_bytes
         if asked:
-            if self._bytes(asked) > self.available_bytes:
+            if (asked + 1) * page_bytes > self.available_bytes:
                 raise ConfigError(
                     field,
-                    f"{asked} pages of K and V take {_mib(self._bytes(asked))}, but only "
+                    f"{asked} pages of K and V take {_mib((asked + 1) * page_bytes)}, but only "
                     f"{_mib(self.available_bytes)} are available; set fewer",
                 )
             return asked
         share = int(self.available_bytes * _AUTO_MEMORY_SHARE) // self.pools
-        fitting = share // self.page_bytes - 1
+        fitting = share // page_bytes - 1
+        context_pages = -(-self.context_tokens // page_tokens)
         if fitting < context_pages:
             raise ConfigError(
                 field,
-                f"one whole context takes {_mib(self._bytes(context_pages))} of K and V, but only "
-                f"{_mib(share)} are there for each of {self.pools} pools (half of the "
+                f"one whole context takes {_mib((context_pages + 1) * page_bytes)} of K and V, but "
+                f"only {_mib(share)} are there for each of {self.pools} pools (half of the "
                 f"{_mib(self.available_bytes)} available); set a smaller model.max_context_tokens",
             )
         return min(_AUTO_CONTEXTS * context_pages, fitting)
-
-    def _bytes(self, pages: int) -> int:
-        return (pages + 1) * self.page_bytes
 
 
 def _context(config: TandemConfig, spec: ModelSpec) -> int:

@@ -15,12 +15,7 @@ def check_together(config: TandemConfig) -> None:
     Raises:
         ConfigError: two settings contradict one another, or a list is out of order.
     """
-    page_tokens, chunk_tokens = config.cache.page_tokens, config.prefill.chunk_tokens
-    if chunk_tokens % page_tokens:
-        raise ConfigError(
-            "prefill.chunk_tokens",
-            f"{chunk_tokens} is not a multiple of cache.page_tokens ({page_tokens})",
-        )
+    _check_pages(config)
     buckets = config.decode.buckets
     if not buckets:
         raise ConfigError("decode.buckets", "is empty; name at least one batch size")
@@ -44,6 +39,21 @@ def check_together(config: TandemConfig) -> None:
             "limits.max_text_bytes",
             f"{config.limits.max_text_bytes} must be below limits.max_message_bytes "
             f"({config.limits.max_message_bytes})",
+        )
+
+
+def _check_pages(config: TandemConfig) -> None:
+    prefill, decode = config.prefill_page_tokens, config.decode_page_tokens
+    if max(prefill, decode) % min(prefill, decode):
+        raise ConfigError(
+            "decode.page_tokens",
+            f"of {decode} and prefill's {prefill} neither is a multiple of the other",
+        )
+    if config.prefill.chunk_tokens % prefill:
+        setting = "prefill.page_tokens" if config.prefill.page_tokens else "cache.page_tokens"
+        raise ConfigError(
+            "prefill.chunk_tokens",
+            f"{config.prefill.chunk_tokens} is not a multiple of {setting} ({prefill})",
         )
 
 

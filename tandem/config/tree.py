@@ -35,10 +35,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
-    """Pages of K and V, alike on both sides."""
+    """Pages of K and V."""
 
     page_tokens: Count = 16
-    """Tokens in one page."""
+    """Tokens in one page.
+
+    `prefill.page_tokens` and `decode.page_tokens` may differ, if one is a multiple of the other.
+    """
     prefix_reuse: bool = True
     """Keep finished requests' pages and reuse them for prompts with the same beginning.
 
@@ -96,6 +99,8 @@ class PrefillConfig:
 
     replicas: Count = 1
     """Number of prefill workers."""
+    page_tokens: CountOrAuto = 0
+    """Tokens in one page of prefill workers; 0 takes `cache.page_tokens`."""
     num_pages: CountOrAuto = 0
     """Pages of K and V per worker.
 
@@ -117,6 +122,8 @@ class DecodeConfig:
 
     replicas: Count = 1
     """Number of decode workers."""
+    page_tokens: CountOrAuto = 0
+    """Tokens in one page of decode workers; 0 takes `cache.page_tokens`."""
     num_pages: CountOrAuto = 0
     """Pages of K and V per worker.
 
@@ -252,3 +259,13 @@ class TandemConfig:
     """The Ray cluster."""
     log: LogConfig = field(default_factory=LogConfig)
     """Logging."""
+
+    @property
+    def prefill_page_tokens(self) -> int:
+        """Tokens in one page of prefill workers."""
+        return self.prefill.page_tokens or self.cache.page_tokens
+
+    @property
+    def decode_page_tokens(self) -> int:
+        """Tokens in one page of decode workers."""
+        return self.decode.page_tokens or self.cache.page_tokens

@@ -593,7 +593,7 @@ MISMATCHES: dict[str, dict[str, Any]] = {
     "k.dtype": {"k": {"dtype": "bfloat16"}},
     "k.num_layers": {"k": {"num_layers": 4}},
     "v.num_layers": {"v": {"num_layers": 4}},
-    "k.page_tokens": {"k": {"page_tokens": 8}},
+    "k.page_tokens": {"k": {"page_tokens": 6}, "v": {"page_tokens": 6}},
     "v.token_shape": {"v": {"token_shape": (4, 4)}},
 }
 

@@ -137,7 +137,7 @@ def test_a_worker_without_room_is_passed_over_however_idle() -> None:
     ("changes", "field"),
     [
         ({"layout_digest": "x"}, "K/V layout"),
-        ({"page_tokens": 32}, "page_tokens"),
+        ({"page_tokens": 24}, "page_tokens"),
         ({"model": replace(MODEL, weights_digest="x")}, "weights"),
         ({"model": replace(MODEL, dtype="bfloat16")}, "dtype"),
     ],
@@ -151,6 +151,12 @@ def test_only_workers_that_agree_are_paired(changes: dict[str, Any], field: str)
     view = View(prefill=(Candidate(identity=prefill),), decode=(Candidate(identity=decode),))
     assert pairs(view) == []
     assert pools(pairs(view)) is None
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 32, 128])
+def test_pages_that_divide_each_other_are_paired(page_tokens: int) -> None:
+    prefill, decode = worker("prefill", 0), worker("decode", 0, page_tokens=page_tokens)
+    assert mismatch(prefill, decode) == ""
 
 
 def test_prefill_is_chosen_among_those_that_fit_the_decode_worker() -> None:

@@ -60,7 +60,7 @@ def test_health_is_serving_while_a_pair_of_workers_is_ready(
     ("change", "problem"),
     [
         ({"layout_digest": "other"}, "K/V layout"),
-        ({"page_tokens": 32}, "page_tokens"),
+        ({"page_tokens": 24}, "page_tokens"),
     ],
 )
 def test_workers_that_do_not_fit_together_are_never_used_and_say_why(

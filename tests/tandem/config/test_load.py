@@ -92,6 +92,8 @@ def test_a_setting_without_its_section_is_found() -> None:
         ("decode.buckets=[2, 1]", "decode.buckets", "ascend"),
         ("decode.buckets=[1, 1]", "decode.buckets", "ascend"),
         ("prefill.chunk_tokens=24", "prefill.chunk_tokens", "cache.page_tokens (16)"),
+        ("decode.page_tokens=24", "decode.page_tokens", "neither is a multiple"),
+        ("prefill.page_tokens=512", "prefill.chunk_tokens", "prefill.page_tokens (512)"),
         ("router.heartbeat_interval_s=9", "router.heartbeat_timeout_s", "heartbeat_interval_s (9)"),
         ("transfer.tls.ca_file=ca.pem", "transfer.tls.cert_file", "all three or none"),
         ("limits.max_text_bytes=16777216", "limits.max_text_bytes", "below limits.max_message"),

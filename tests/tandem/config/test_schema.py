@@ -22,6 +22,8 @@ TOGETHER = {
     "decode.buckets",
     "prefill.chunk_tokens",
     "cache.page_tokens",
+    "prefill.page_tokens",
+    "decode.page_tokens",
     "router.heartbeat_interval_s",
     "router.heartbeat_timeout_s",
     "transfer.tls.cert_file",
