@@ -281,13 +281,17 @@ class TransferMachine(RuleBasedStateMachine):
         self.config = TransferConfig(credit_bytes=2048, lease_s=LEASE_S, idle_timeout_s=IDLE_S)
         self.names = count(1)
         self.source_values = count(1)
-        self.copied = False
+        self.flips = 0  # DATA frames to spoil from now on
+        self.damaged = False
         self.holding = True
         self.transfers: list[Transfer] = []
         self.past: list[Transfer] = []
 
     def fate(self, way: str, header: Header) -> Fate:
         del way
+        if self.flips and header.type is FrameType.DATA:
+            self.flips -= 1
+            return "flip_payload"
         return "hold" if self.holding and header.type not in HANDSHAKE else "deliver"
 
     # ------------------------------------------------------------------ processes
@@ -432,8 +436,13 @@ class TransferMachine(RuleBasedStateMachine):
             if transfer.reservation.key[0] in self.gate.waiting.values():
                 self.give_up(transfer)
 
-    @rule(which=st.integers(0, 1), num_pages=st.integers(1, 4), layers=st.integers(1, 4))
-    def request(self, which: int, num_pages: int, layers: int) -> None:
+    @rule(
+        which=st.integers(0, 1),
+        num_pages=st.integers(1, 4),
+        layers=st.integers(1, 4),
+        at_once=st.booleans(),
+    )
+    def request(self, which: int, num_pages: int, layers: int, at_once: bool) -> None:
         """What happens most often, in one step."""
         before = len(self.transfers)
         self.reserve(num_pages, 0, 0)
@@ -442,6 +451,9 @@ class TransferMachine(RuleBasedStateMachine):
             self.settle()
             if transfer.sent and transfer.sent[0].stream is not None:
                 self.compute(len(self.streams()) - 1, layers)
+        ACTIVITY.rest()
+        if at_once:
+            self.deliver_all()
 
     def give_up(self, transfer: Transfer) -> None:
         if transfer.releasing is None:
@@ -471,8 +483,13 @@ class TransferMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 7))
     def deliver_twice(self, index: int) -> None:
         for end in chosen(self.holding_ends(), index):
-            self.copied = True
+            self.damaged = True
             end.deliver_held(1, again=True)
+
+    @rule()
+    def spoil(self) -> None:
+        """The next pages to be written change on the way; checksums must find out."""
+        self.flips, self.damaged = 1, True
 
     @rule(index=st.integers(0, 7), half=st.booleans())
     def cut(self, index: int, half: bool) -> None:
@@ -538,7 +555,7 @@ class TransferMachine(RuleBasedStateMachine):
             assert landed <= {sent.value for sent in transfer.sent if sent.finished}, landed
             transfer.landed_value = min(landed, default=RESERVED)
         elif isinstance(verdict, TransferCorrupt):
-            assert self.copied, verdict
+            assert self.damaged, verdict
 
     def missing(self, transfer: Transfer) -> list[int]:
         return transfer.page_ids[transfer.first_page :]
@@ -553,6 +570,8 @@ class TransferMachine(RuleBasedStateMachine):
             for page in transfer.page_ids[: transfer.first_page]:
                 assert values(pool, page) == {RESERVED}
             allowed = {RESERVED} | {sent.value for sent in transfer.sent}
+            if self.damaged:
+                allowed |= {value ^ 1 for value in allowed}
             if self.pull:  # a writer that was given up; such bytes can arrive, but never land
                 allowed.add(REUSED)
             if transfer.landed_value is not None:
@@ -608,7 +627,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     def flow(self) -> None:
         """Let the network and the gate hold nothing until all is quiet."""
-        self.holding = False
+        self.holding, self.flips = False, 0
         self.deliver_all()
         self.settle()
         while self.gate.waiting:
@@ -656,7 +675,9 @@ class PullMachine(TransferMachine):
 
 
 PROFILE = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
-FIND_ONLY = settings(PROFILE, phases=[Phase.generate], report_multiple_bugs=False)
+FIND_ONLY = settings(
+    PROFILE, max_examples=1_000, phases=[Phase.generate], report_multiple_bugs=False
+)
 
 
 @pytest.mark.parametrize("machine", [TransferMachine, PullMachine])
