@@ -315,6 +315,15 @@ def test_finished_requests_leave_prompt_and_output_to_those_that_go_on() -> None
     assert pages.num_held == 2
 
 
+def test_a_page_whose_last_token_was_never_an_input_is_not_kept() -> None:
+    scheduler, _ = desk(8, prefix_reuse=True)
+    sequence = running(scheduler, 6, 20)
+    step(scheduler)
+    assert len(sequence.token_ids) == 2 * PAGE
+    scheduler.drop(sequence)
+    assert scheduler.pages_cached == 1
+
+
 def test_what_a_failed_step_left_is_not_kept() -> None:
     scheduler, pages = desk(8, prefix_reuse=True)
     sequence = running(scheduler, 6, 20)

@@ -55,15 +55,15 @@ class Histories(RuleBasedStateMachine):
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=6), max_tokens=st.integers(1, 12))
     def add(self, prompt: list[int], max_tokens: int) -> None:
-        request = GenerateRequest(
-            request_id=RequestId("r"),
-            room=Room(1),
-            token_ids=tuple(prompt),
-            sampling=SamplingParams(),
-            stop=StopParams(max_tokens=max_tokens),
-        )
-        self.live.append(self.scheduler.add(request))
-        self.scheduler.admit()
+        self._add(prompt, max_tokens)
+
+    @rule(count=st.integers(2, 5), prompt_tokens=st.integers(1, 4))
+    def add_some_that_grow(self, count: int, prompt_tokens: int) -> None:
+        for _ in range(count):
+            self._add([0] * prompt_tokens, 14)
+        for sequence in list(self.live):
+            if sequence.state is SequenceState.RESERVED:
+                self._land(sequence)
 
     @precondition(lambda self: self.live)
     @rule(place=st.integers(0, 100))
@@ -138,6 +138,17 @@ class Histories(RuleBasedStateMachine):
         assert (self.scheduler.num_queued, self.scheduler.num_running) == (0, 0)
         assert (self.scheduler.pages_used, self.scheduler.pages_swapped) == (0, 0)
         assert not self.saved
+
+    def _add(self, prompt: list[int], max_tokens: int) -> None:
+        request = GenerateRequest(
+            request_id=RequestId("r"),
+            room=Room(1),
+            token_ids=tuple(prompt),
+            sampling=SamplingParams(),
+            stop=StopParams(max_tokens=max_tokens),
+        )
+        self.live.append(self.scheduler.add(request))
+        self.scheduler.admit()
 
     def _land(self, sequence: DecodeSequence) -> None:
         for place in range(sequence.cached_pages * PAGE, len(sequence.token_ids)):
