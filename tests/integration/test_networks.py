@@ -124,7 +124,8 @@ class Hosts:
         self.prefill, self.decode = f"td-p-{tag}", f"td-d-{tag}"
         self.links = {self.prefill: f"tdp{tag}", self.decode: f"tdd{tag}"}
         self.data = {self.prefill: "10.211.7.1", self.decode: "10.211.7.2"}
-        self.control = {self.prefill: "10.211.8.2", self.decode: "10.211.9.2"}
+        net = 10 + 2 * secrets.randbelow(120)  # in the host's own namespace: runs may overlap
+        self.control = {self.prefill: f"10.211.{net}.2", self.decode: f"10.211.{net + 1}.2"}
 
     def make(self) -> None:
         for host in (self.prefill, self.decode):
@@ -289,18 +290,13 @@ def test_a_link_that_is_back_in_time_costs_nothing(hosts: Hosts) -> None:
 
 _WORKER = """
 import asyncio, json, signal, sys
-from dataclasses import replace
-from tandem.config.tree import TandemConfig
+from tandem.config.load import from_mapping
 from tandem.weights.store import prepare
 if sys.argv[1] == "prefill":
     from prefill_worker.worker import PrefillWorker as Worker
 else:
     from decode_worker.worker import DecodeWorker as Worker
-base, given = TandemConfig(), json.loads(sys.argv[2])
-config = replace(base, **{
-    name: replace(getattr(base, name), **section)
-    for name, section in given.items() if isinstance(section, dict)
-})
+config = from_mapping(json.loads(sys.argv[2]))
 
 async def main():
     stopping = asyncio.Event()
