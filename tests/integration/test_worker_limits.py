@@ -124,7 +124,7 @@ def test_workers_that_keep_caches_differently_refuse_each_other(
             await pair.generate(new_request(random_prompt(20)))
         assert "page_tokens" in caught.value.field
 
-    other = config(cache={"page_tokens": 32})
+    other = config(cache={"page_tokens": 24}, prefill={"chunk_tokens": 72})
     with_pair(config(), body, decode_settings=other)
 
 

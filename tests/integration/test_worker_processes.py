@@ -22,18 +22,13 @@ Expected = Callable[[GenerateRequest], Completion]
 
 _WORKER = """
 import asyncio, json, signal, sys
-from dataclasses import fields, replace
-from tandem.config.tree import TandemConfig
+from tandem.config.load import from_mapping
 from tandem.weights.store import prepare
 if sys.argv[1] == "prefill":
     from prefill_worker.worker import PrefillWorker as Worker
 else:
     from decode_worker.worker import DecodeWorker as Worker
-base, given = TandemConfig(), json.loads(sys.argv[2])
-config = replace(base, **{
-    name: replace(getattr(base, name), **section)
-    for name, section in given.items() if isinstance(section, dict)
-})
+config = from_mapping(json.loads(sys.argv[2]))
 
 async def main():
     stopping = asyncio.Event()
